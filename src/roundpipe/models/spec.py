@@ -1,0 +1,134 @@
+"""A model as an ordered list of layers: what the engine knows of any model.
+
+A *layer* is the smallest piece that is placed. The user's module stays on the host and is never
+run by a worker; a worker runs a *shell*, a copy of the layer's module tree that shares no
+parameter and no buffer with it and is bound to device memory before it runs
+(`torch.func.functional_call` on one module from two threads gives wrong results, so several
+devices cannot share one tree).
+
+A layer takes and returns a *boundary*: any pytree of tensors. The first layer gets ``None`` as its
+boundary and the microbatch's inputs; every layer may look at the inputs (a causal LM rebuilds masks
+and rotary tables from them rather than sending them along).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+Boundary = Any  # a pytree of tensors; between most layers one hidden state [batch, length, hidden]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one microbatch calls the model with, on the device that runs it."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+
+class Shell(Protocol):
+    """One layer on one device. Used by one thread at a time."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The shell's own leaf parameters by full name, for gradients; the same objects always."""
+        ...
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Point parameters and buffers at ``tensors`` (full name -> device view).
+
+        Takes about half a microsecond each; ``tensors`` may hold names of other layers too.
+        """
+        ...
+
+    def sync_mode(self) -> None:
+        """Take over the `training` flags of the user's modules; called at each call's start."""
+        ...
+
+    def __call__(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
+        """Run the layer's forward under the caller's grad mode and return the next boundary.
+
+        Raises ModelError if the forward changed one of its buffers: nothing carries that back.
+        """
+        ...
+
+
+class Layer(Protocol):
+    """One placeable piece of a model."""
+
+    @property
+    def name(self) -> str:
+        """For people, e.g. ``model.layers.3``."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every parameter and buffer the layer reads, by full name in the user's model.
+
+        A tensor that several layers read (a tied head) has the same name in each; the first of
+        them owns it.
+        """
+        ...
+
+    def make_shell(self, device: torch.device) -> Shell:
+        """A new shell for ``device``: module tree copied, no weights copied, nothing bound.
+
+        Costs about a millisecond. Parameters hold NaN until the first `Shell.bind`.
+        """
+        ...
+
+
+class Context(Protocol):
+    """Rebuilds, on one device, the arguments of blocks that carry no gradient.
+
+    Used by one thread at a time, like a shell.
+    """
+
+    def sync_mode(self) -> None:
+        """Take over the `training` flags of the user's modules; called at each call's start."""
+        ...
+
+    def __call__(self, inputs: Inputs, layers: range) -> Any:
+        """The context that the shells of ``layers`` want for this microbatch; runs without grad."""
+        ...
+
+
+class ModelSpec(Protocol):
+    """A module as a chain of layers. Equal to the module's own forward, or not made at all."""
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """In the order in which they run."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        ...
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the last layer's output has a ``.loss`` when the inputs hold ``labels``."""
+        ...
+
+    def needs_inputs(self, layer: int) -> bool:
+        """Whether running this layer reads the microbatch's inputs (directly or by context)."""
+        ...
+
+    def make_context(self, device: torch.device) -> Context:
+        """A context builder for ``device``; its few buffers are copied there once."""
+        ...
+
+    def changed_since_wrapping(self) -> str | None:
+        """What hooks or attributes of the module tree changed since it was wrapped, or None.
+
+        ``training`` flags are not a change. Costs well under a millisecond per hundred modules.
+        """
+        ...

@@ -1,0 +1,135 @@
+"""A schedule: for every stream the actions it runs in order, and what each one waits for.
+
+A *visit* is one run of one stage on one device over a set of microbatches. Visits are numbered in
+dispatch order through the whole step, so stage 3 in round 2 is another visit than in round 1, and
+a replicated stage is one visit per device. ``order`` is one order of all actions in which each
+stands after all it waits for: hosts issue work in that order, so they never wait in a circle.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from roundpipe.plan.actions import Action, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class Phase(enum.Enum):
+    """What a visit does with its layers."""
+
+    FORWARD = "forward"  # without gradient
+    FUSED = "fused"  # forward, loss, backward of the last layers
+    BACKWARD = "backward"  # recompute and backward
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One run of one stage on one device.
+
+    ``saves`` are the boundaries (a boundary is named by the layer that reads it) that a forward
+    visit hands out: its own end and the start of every backward stage inside it.
+    """
+
+    number: int
+    stage: int
+    phase: Phase
+    layers: range
+    device: int
+    microbatches: tuple[int, ...]
+    saves: tuple[int, ...] = ()
+    gives_gradient: bool = False  # whether anything below it is trained
+
+    def compute(self, microbatch: int) -> tuple[Action, ...]:
+        """What the visit runs for one microbatch, in order."""
+        ops = {
+            Phase.FORWARD: (Op.FORWARD,),
+            Phase.FUSED: (Op.FUSED,),
+            Phase.BACKWARD: (Op.RECOMPUTE, Op.BACKWARD),
+        }[self.phase]
+        return tuple(Action(op, self.number, microbatch) for op in ops)
+
+    @property
+    def first(self) -> Action:
+        """Its first action on the compute stream."""
+        return self.compute(self.microbatches[0])[0]
+
+    @property
+    def last(self) -> Action:
+        """Its last action on the compute stream."""
+        return self.compute(self.microbatches[-1])[-1]
+
+    @property
+    def has_backward(self) -> bool:
+        return self.phase is not Phase.FORWARD
+
+
+def stream(device: int, name: str) -> str:
+    """The full name of a device's stream, e.g. ``0.compute``."""
+    return f"{device}.{name}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step, or one forward pass. See the module docstring."""
+
+    visits: tuple[Visit, ...]
+    streams: Mapping[str, tuple[Action, ...]]
+    waits: Mapping[Action, tuple[Action, ...]]
+    num_devices: int
+    num_microbatches: int
+    start_device: int = 0
+    staleness: int = 0
+    # What passes add. Keys are (visit, microbatch) or an action.
+    sends: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # to the host
+    resident: frozenset[tuple[int, int]] = frozenset()  # its boundary is on the device already
+    resident_gradient: frozenset[tuple[int, int]] = frozenset()  # so is the gradient it takes
+    keeps_gradient: frozenset[tuple[int, int]] = frozenset()  # the gradient it gives stays there
+    owners: Mapping[Action, tuple[int, ...]] = field(default_factory=dict)  # layers of U, O, M
+    chunks: Mapping[tuple[Op, int], int] = field(default_factory=dict)  # of U and O, by visit
+    order: tuple[Action, ...] = ()
+
+    def actions(self) -> Iterator[tuple[str, Action]]:
+        """Every action with the stream it is on."""
+        for name, queue in self.streams.items():
+            for action in queue:
+                yield name, action
+
+    @property
+    def next_start_device(self) -> int:
+        """Where the deal goes on in the next step."""
+        if not self.visits:
+            return self.start_device
+        return (self.visits[-1].device + 1) % self.num_devices
+
+    def trains(self, visit: Visit) -> bool:
+        """Whether the visit makes gradients of parameters (known once gradients are lowered)."""
+        return (Op.DOWNLOAD, visit.number) in self.chunks
+
+    def outs(self, visit: Visit, microbatch: int) -> tuple[Action, ...]:
+        """What leaves the device after one microbatch of a visit (known once routed), in order."""
+        key = (visit.number, microbatch)
+        outs = []
+        if visit.phase is Phase.FUSED or self.sends.get(key):
+            outs.append(Action(Op.ACTIVATION_OUT, *key))
+        if visit.has_backward and visit.gives_gradient and key not in self.keeps_gradient:
+            outs.append(Action(Op.GRADIENT_OUT, *key))
+        return tuple(outs)
+
+    def visits_on(self, device: int) -> list[Visit]:
+        """The visits of one device in order."""
+        return [visit for visit in self.visits if visit.device == device]
+
+    def text(self) -> str:
+        """One line a stream, each action with its waits: what golden files hold."""
+        lines = []
+        for name, queue in self.streams.items():
+            words = []
+            for action in queue:
+                after = " ".join(str(other) for other in self.waits.get(action, ()))
+                words.append(f"{action}({after})" if after else str(action))
+            lines.append(f"{name}: {' '.join(words)}")
+        return "\n".join(lines) + "\n"
