@@ -118,6 +118,11 @@ class ModelSpec(Protocol):
         """Whether the last layer's output has a ``.loss`` when the inputs hold ``labels``."""
         ...
 
+    @property
+    def takes_num_items(self) -> bool:
+        """Whether the loss is its sum over tokens divided by ``num_items_in_batch``, if given."""
+        ...
+
     def needs_inputs(self, layer: int) -> bool:
         """Whether running this layer reads the microbatch's inputs (directly or by context)."""
         ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 
 class Op(enum.Enum):
@@ -48,6 +48,14 @@ class Action:
     microbatch: int | None = None
     chunk: int | None = None
     before: bool = False  # of the step before; in waits only
+    _hash: int = field(init=False, repr=False, compare=False)  # actions are keys everywhere
+
+    def __post_init__(self) -> None:
+        microbatch = -1 if self.microbatch is None else self.microbatch
+        chunk = -1 if self.chunk is None else self.chunk
+        # Of ints alone: the same in every process, so sets of actions have one order everywhere.
+        key = (ord(self.op.value), self.index, microbatch, chunk, self.before)
+        object.__setattr__(self, "_hash", hash(key))
 
     def __str__(self) -> str:
         minus = "-" if self.before else ""
@@ -56,15 +64,17 @@ class Action:
         return f"{minus}{self.op.value}{self.index}{microbatch}{chunk}"
 
     def __hash__(self) -> int:
-        return hash((self.op.value, self.index, self.microbatch, self.chunk, self.before))
+        return self._hash
 
     def of_step_before(self) -> Action:
         """The same action, one step earlier."""
-        return replace(self, before=True)
+        return Action(self.op, self.index, self.microbatch, self.chunk, before=True)
 
     def of_this_step(self) -> Action:
         """The same action without its minus."""
-        return replace(self, before=False)
+        if not self.before:
+            return self
+        return Action(self.op, self.index, self.microbatch, self.chunk)
 
     @classmethod
     def parse(cls, text: str) -> Action:

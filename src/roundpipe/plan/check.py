@@ -183,5 +183,3 @@ def check(chain: Sequence[Schedule]) -> None:
         broken = [f"{rule.__name__}: {place}" for rule in rules for place in rule(chain)]
         if broken:
             raise PlanError("\n".join(broken[:20]))
-
-

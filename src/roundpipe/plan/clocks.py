@@ -3,6 +3,8 @@
 Streams run in order and waits order streams. A clock tells, for each stream, how many of its
 actions are surely complete. Steps follow each other on the same streams without a flush, so a step
 is looked at together with the steps before it.
+
+A clock that covers an action covers all that was over before it, so most waits cost one look.
 """
 
 from __future__ import annotations
@@ -32,36 +34,34 @@ class Clocks:
     _streams: dict[str, Clock] = field(default_factory=dict)
 
     def before(self, name: str, waits: Iterable[Node]) -> Clock:
-        """What is over when the next action of stream ``name`` starts, if it waits for ``waits``."""
-        clock = dict(self._streams.get(name, {}))
+        """What is over when the next action of stream ``name`` starts, if it waits for these."""
+        clock = dict(self._streams.get(name, ()))
         for node in waits:
-            merge(clock, self.done.get(node, {}))
+            if not self.covers(clock, node):
+                merge(clock, self.done[node])
         return clock
 
     def add(self, node: Node, name: str, waits: Iterable[Node]) -> Clock:
         """Run ``node`` on stream ``name``; return what was over when it started."""
         clock = self.before(name, waits)
         after = dict(clock)
-        after[name] = after.get(name, 0) + 1
-        self._streams[name] = after
-        self.done[node] = after
-        self.place[node] = (name, after[name])
+        position = after[name] = after.get(name, 0) + 1
+        self._streams[name] = self.done[node] = after
+        self.place[node] = (name, position)
         return clock
 
     def covers(self, clock: Clock, node: Node) -> bool:
         """Whether ``node`` is over by ``clock``; what never ran is."""
-        if node not in self.place:
-            return True
-        name, position = self.place[node]
-        return clock.get(name, 0) >= position
+        place = self.place.get(node)
+        return place is None or clock.get(place[0], 0) >= place[1]
 
-    def essential(self, name: str, waits: Sequence[Node]) -> list[Node]:
+    def essential(self, name: str, waits: Iterable[Node]) -> list[Node]:
         """``waits`` without those that the stream's own order or another wait implies."""
-        kept = [node for node in dict.fromkeys(waits) if node in self.done]
-        for node in list(kept):
-            others = [other for other in kept if other != node]
-            if self.covers(self.before(name, others), node):
-                kept = others
+        own = self._streams.get(name, {})
+        kept = [node for node in dict.fromkeys(waits) if not self.covers(own, node)]
+        for node in tuple(kept):
+            if any(self.covers(self.done[other], node) for other in kept if other is not node):
+                kept.remove(node)
         return kept
 
 
@@ -72,11 +72,6 @@ def merge(clock: Clock, other: Clock) -> None:
             clock[name] = position
 
 
-def node_of(step: int, action: Action) -> Node:
-    """The node a wait names, seen from ``step``."""
-    return (step - 1, action.of_this_step()) if action.before else (step, action)
-
-
 def order_by_start(
     streams: Mapping[str, Sequence[Action]],
     waits: Mapping[Action, Sequence[Action]],
@@ -84,25 +79,30 @@ def order_by_start(
 ) -> tuple[Action, ...]:
     """All actions sorted by when they would start; every wait within the step is respected.
 
-    In-order streams with fixed durations make starts a longest path. Raises DeadlockError when no
-    stream can move.
+    Raises DeadlockError when no stream can move.
     """
-    starts = {action: when for action, when, _ in play(streams, waits, seconds)}
-    rank = {action: number for number, action in enumerate(starts)}
-    return tuple(sorted(starts, key=lambda action: (starts[action], rank[action])))
+    starts = {action: start for action, start, _ in play(streams, waits, seconds)}
+    # Sorting is stable and `play` respects waits, so an action that takes no time stays in front
+    # of one that waits for it.
+    return tuple(sorted(starts, key=starts.__getitem__))
 
 
 def play(
     streams: Mapping[str, Sequence[Action]],
     waits: Mapping[Action, Sequence[Action]],
     seconds: Callable[[Action], float],
+    *,
+    free: Mapping[str, float] | None = None,
+    earlier: Mapping[Action, float] | None = None,
 ) -> Iterator[tuple[Action, float, float]]:
-    """Give (action, start, end) in an order that respects waits, each stream starting its head at once.
+    """Give (action, start, end) in an order that respects waits; heads of streams start at once.
 
-    Waits for actions of the step before count as over. Raises DeadlockError.
+    In-order streams with fixed durations make starts a longest path. ``free`` is when each stream
+    is done with the step before and ``earlier`` when each of that step's actions ended; what is
+    not in them is over. Raises DeadlockError when no stream can move.
     """
     position = dict.fromkeys(streams, 0)
-    free = dict.fromkeys(streams, 0.0)
+    now = {name: (free or {}).get(name, 0.0) for name in streams}
     ends: dict[Action, float] = {}
     blocked: dict[Action, list[str]] = {}
     ready = deque(streams)
@@ -111,28 +111,46 @@ def play(
         queue = streams[name]
         while position[name] < len(queue):
             action = queue[position[name]]
-            here = [other for other in waits.get(action, ()) if not other.before]
-            missing = next((other for other in here if other not in ends), None)
+            start = now[name]
+            missing = None
+            for other in waits.get(action, ()):
+                if other.before:
+                    end = earlier.get(other.of_this_step(), start) if earlier else start
+                elif other in ends:
+                    end = ends[other]
+                else:
+                    missing = other
+                    break
+                start = max(start, end)
             if missing is not None:
                 blocked.setdefault(missing, []).append(name)
                 break
-            start = max([free[name], *(ends[other] for other in here)])
-            ends[action] = free[name] = start + seconds(action)
+            ends[action] = now[name] = start + seconds(action)
             position[name] += 1
             ready.extend(blocked.pop(action, ()))
             yield action, start, ends[action]
-    heads = {name: str(streams[name][at]) for name, at in position.items() if at < len(streams[name])}
+    heads = {
+        name: str(streams[name][at]) for name, at in position.items() if at < len(streams[name])
+    }
     if heads:
         raise DeadlockError(f"no stream can move; heads: {heads}")
 
 
 def run_chain(chain: Sequence[Schedule]) -> Iterator[tuple[int, str, Action, tuple[Node, ...]]]:
-    """The actions of a chain of steps in one order that respects waits: step, stream, action, waits.
+    """The actions of a chain of steps, with streams and waits, in one order that respects waits.
 
     All of a step comes before all of the next; that is one legal order among many.
     """
     for step, schedule in enumerate(chain):
-        home = {action: name for name, action in schedule.actions()}
-        for action in schedule.order:
-            waits = tuple(node_of(step, other) for other in schedule.waits.get(action, ()))
-            yield step, home[action], action, waits
+        yield from run_step(step, schedule)
+
+
+def run_step(step: int, schedule: Schedule) -> Iterator[tuple[int, str, Action, tuple[Node, ...]]]:
+    """The same for one schedule, which is number ``step`` of its chain."""
+    home = {action: name for name, action in schedule.actions()}
+    for action in schedule.order:
+        after = schedule.waits.get(action, ())
+        waits = tuple(
+            (step - 1, other.of_this_step()) if other.before else (step, other) for other in after
+        )
+        yield step, home[action], action, waits

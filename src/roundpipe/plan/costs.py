@@ -39,6 +39,7 @@ class Costs:
 
     @property
     def num_layers(self) -> int:
+        """How many layers the chain has."""
         return len(self.layers)
 
     @property

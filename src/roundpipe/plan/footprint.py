@@ -77,7 +77,9 @@ class Footprints:
             for microbatch in visit.microbatches:
                 key = (visit.number, microbatch)
                 self._in[key] = _next(running.microbatches, device, 1)
-                self._out[key] = _next(running.outs, device, int(bool(schedule.outs(visit, microbatch))))
+                self._out[key] = _next(
+                    running.outs, device, int(bool(schedule.outs(visit, microbatch)))
+                )
         self.turns_after = running
         self._merged = {action.index for _, action in schedule.actions() if action.op is Op.MERGE}
 

@@ -39,18 +39,17 @@ def rounds_of(num_microbatches: int, rounds: int) -> list[tuple[int, ...]]:
 
 
 def shares(items: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Cut ``items`` into at most ``count`` runs of equal length (the first ones longer), none empty."""
+    """Cut ``items`` into at most ``count`` even runs (the first ones longer), none empty."""
     count = min(count, len(items))
-    cuts = [len(items) * i // count for i in range(count + 1)] if count else [0]
-    sizes = sorted((b - a for a, b in zip(cuts, cuts[1:], strict=False)), reverse=True)
     out, at = [], 0
-    for size in sizes:
+    for share in range(count):
+        size = len(items) // count + (share < len(items) % count)
         out.append(tuple(items[at : at + size]))
         at += size
     return out
 
 
-def round_robin(
+def round_robin(  # noqa: PLR0913 - each of them is a word of the subject
     partition: Partition,
     costs: Costs,
     *,
@@ -58,9 +57,9 @@ def round_robin(
     microbatches: int,
     rounds: int = 1,
     start_device: int = 0,
-    replicas: Replicas = Replicas(),  # noqa: B008 - frozen
+    replicas: Replicas = Replicas(),
 ) -> Schedule:
-    """Deal every stage of every round to the next device; each runs all microbatches of its stage.
+    """Deal each stage of each round to the next device, which runs all microbatches of its stage.
 
     With ``replicas`` a stage goes to several devices in turn, each with a share of the microbatches.
     """
@@ -87,7 +86,9 @@ def round_robin(
                         gives_gradient=lowest is not None and lowest < layers.start,
                     )
                 )
-    return computation(visits, devices=devices, microbatches=microbatches, start_device=start_device)
+    return computation(
+        visits, devices=devices, microbatches=microbatches, start_device=start_device
+    )
 
 
 def forward_only(
@@ -106,7 +107,9 @@ def forward_only(
         )
         for number, layers in enumerate(stages)
     ]
-    return computation(visits, devices=devices, microbatches=microbatches, start_device=start_device)
+    return computation(
+        visits, devices=devices, microbatches=microbatches, start_device=start_device
+    )
 
 
 def _saves(phase: Phase, layers: range, starts: set[int]) -> tuple[int, ...]:
@@ -155,12 +158,16 @@ def _needs(
     if action.op is Op.BACKWARD:
         found = gradients.get((visit.layers.stop, action.microbatch))
         if found is None:
-            raise PlanError(f"{action} needs a gradient of boundary {visit.layers.stop} that nothing makes")
+            raise PlanError(
+                f"{action} needs a gradient of boundary {visit.layers.stop} that nothing makes"
+            )
         yield found
     elif visit.layers.start > 0:
         found = made.get((visit.layers.start, action.microbatch))
         if found is None:
-            raise PlanError(f"{action} needs boundary {visit.layers.start}, which nothing hands out")
+            raise PlanError(
+                f"{action} needs boundary {visit.layers.start}, which nothing hands out"
+            )
         yield found
 
 
@@ -168,7 +175,8 @@ def at_start_device(schedule: Schedule, start_device: int) -> Schedule:
     """The same computation dealt from another device on."""
     turn = start_device - schedule.start_device
     visits = [
-        replace(visit, device=(visit.device + turn) % schedule.num_devices) for visit in schedule.visits
+        replace(visit, device=(visit.device + turn) % schedule.num_devices)
+        for visit in schedule.visits
     ]
     return computation(
         visits,

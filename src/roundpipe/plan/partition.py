@@ -1,4 +1,4 @@
-"""Cut a chain of layers into stages: forward and backward differently, so that all take equally long.
+"""Cut a chain of layers into stages: forward and backward differently, so all take equally long.
 
 For a limit on the time of a stage the fewest stages come from filling each one as far as the limit
 allows (stages are intervals, so greedy is optimal). Trying every limit that matters gives, for
@@ -49,19 +49,24 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
+        """Stages of one round."""
         return len(self.forward) + 1 + len(self.backward)
 
     def __str__(self) -> str:
         def cut(stages: Iterable[range]) -> str:
             return " ".join(f"{stage.start}-{stage.stop - 1}" for stage in stages) or "none"
 
-        return f"forward {cut(self.forward)} · fused {cut([self.fused])} · backward {cut(self.backward)}"
+        forward, fused, backward = map(cut, (self.forward, [self.fused], self.backward))
+        return f"forward {forward} · fused {fused} · backward {backward}"
 
 
 def _pack(
-    layers: Iterable[int], seconds: Callable[[int], float], fits: Callable[[list[int]], bool], limit: float
+    layers: Iterable[int],
+    seconds: Callable[[int], float],
+    fits: Callable[[list[int]], bool],
+    limit: float,
 ) -> list[list[int]]:
-    """Fill groups in order, each as far as ``limit`` seconds and ``fits`` allow, at least one layer."""
+    """Fill groups in order, each as far as ``limit`` seconds and ``fits`` allow, none empty."""
     groups: list[list[int]] = []
     used = 0.0
     for layer in layers:
@@ -101,6 +106,8 @@ def partition_for(
     ``memory_limit`` is in bytes for one device. Raises PlanError if one layer does not fit.
     """
     num_layers = costs.num_layers
+    fits = _fits(costs, memory_limit, backward=True)
+    _require_fits(costs, fits, memory_limit)
 
     def forward(layer: int) -> float:
         return costs.layers[layer].forward_seconds
@@ -108,17 +115,11 @@ def partition_for(
     def fused(layer: int) -> float:
         return _fused_seconds(costs.layers[layer])
 
-    fits = _fits(costs, memory_limit, backward=True)
-    for layer in range(num_layers):
-        if not fits([layer]):
-            need = _need(costs.layers[layer])
-            raise PlanError(
-                f"layer {layer} does not fit on the device: {need} bytes of {memory_limit}\n"
-                "hint: use more microbatches, a shorter length or a device with more memory"
-            )
+    least = range(max(num_layers - fuse, 0), num_layers)
+    if not fits(list(least)):
+        raise PlanError(f"{fuse} fused layers do not fit on the device\nhint: fuse=1")
     top_down = range(num_layers - 1, -1, -1)
-    top = _pack(top_down, fused, fits, max(limit, sum(map(fused, range(num_layers - fuse, num_layers)))))[0]
-    start = min(min(top), num_layers - fuse)
+    start = min(_pack(top_down, fused, fits, max(limit, sum(map(fused, least))))[0])
     lowest = costs.first_trainable
     backward = [] if lowest is None else _pack(range(start - 1, lowest - 1, -1), fused, fits, limit)
     fits_forward = _fits(costs, memory_limit, backward=False)
@@ -132,20 +133,29 @@ def _fused_seconds(cost: LayerCost) -> float:
     return cost.forward_seconds + cost.backward_seconds
 
 
-def _need(cost: LayerCost) -> int:
-    return 2 * (cost.weight_bytes + cost.gradient_bytes) + cost.activation_bytes
+def _require_fits(costs: Costs, fits: Callable[[list[int]], bool], limit: int | None) -> None:
+    for layer, cost in enumerate(costs.layers):
+        if not fits([layer]):
+            need = 2 * (cost.weight_bytes + cost.gradient_bytes) + cost.activation_bytes
+            raise PlanError(
+                f"layer {layer} does not fit on the device: {need} bytes of {limit}\n"
+                "hint: use more microbatches, a shorter length or a device with more memory"
+            )
 
 
 def forward_stages(costs: Costs, limit: float) -> tuple[range, ...]:
     """Stages for a pass without gradient, none longer than ``limit`` seconds where possible."""
     groups = _pack(
-        range(costs.num_layers), lambda layer: costs.layers[layer].forward_seconds, lambda _: True, limit
+        range(costs.num_layers),
+        lambda layer: costs.layers[layer].forward_seconds,
+        lambda _: True,
+        limit,
     )
     return tuple(map(_interval, groups))
 
 
 def front(costs: Costs, *, memory_limit: int | None = None, fuse: int = 1) -> list[Partition]:
-    """For each number of stages that some limit gives, the partition with the shortest longest stage.
+    """For each number of stages that some limit gives, the partition whose longest is shortest.
 
     Limits tried are the sums over intervals of layers, which are all that can matter; thinned out
     above a few hundred. Ordered from few stages to many.
@@ -162,7 +172,9 @@ def front(costs: Costs, *, memory_limit: int | None = None, fuse: int = 1) -> li
                 sums.add(total)
     limits = sorted(sums)
     if len(limits) > _MAX_LIMITS:
-        limits = [limits[round(i * (len(limits) - 1) / (_MAX_LIMITS - 1))] for i in range(_MAX_LIMITS)]
+        limits = [
+            limits[round(i * (len(limits) - 1) / (_MAX_LIMITS - 1))] for i in range(_MAX_LIMITS)
+        ]
     best: dict[int, Partition] = {}
     for limit in limits:
         found = partition_for(costs, limit, memory_limit=memory_limit, fuse=fuse)

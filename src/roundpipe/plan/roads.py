@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from roundpipe.plan.actions import Action, Op
@@ -35,17 +37,17 @@ def pairs(chain: Sequence[Schedule]) -> dict[Action, Pair]:
     schedule = chain[-1]
     for device in range(schedule.num_devices):
         numbers = [visit.number for visit in schedule.visits_on(device)]
+        turn = {number: at for at, number in enumerate(numbers)}
         for op, (chunked, link) in _ROADS.items():
             road = f"{device}.{link}"
             gone = sum(len(step.streams.get(road, ())) for step in chain[:-1])
-            queue = schedule.streams.get(f"{device}.{chunked}", ())
-            for one, two in zip(queue, queue[1:], strict=False):
-                last = numbers.index(two.index) - 1
+            of_visit = Counter(action.index for action in schedule.streams.get(road, ()))
+            up_to = list(accumulate((of_visit[number] for number in numbers), initial=gone))
+            for one, two in pairwise(schedule.streams.get(f"{device}.{chunked}", ())):
+                visits = turn[two.index]
                 if op is Op.DOWNLOAD:
-                    last = min(last + 1 + (one.index == two.index), len(numbers) - 1)
-                may_come = set(numbers[: last + 1])
-                to_come = gone + sum(a.index in may_come for a in schedule.streams.get(road, ()))
-                found[two] = Pair(one, road, to_come)
+                    visits = min(visits + 1 + (one.index == two.index), len(numbers))
+                found[two] = Pair(one, road, to_come=up_to[visits])
     return found
 
 

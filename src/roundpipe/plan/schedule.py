@@ -64,6 +64,7 @@ class Visit:
 
     @property
     def has_backward(self) -> bool:
+        """Whether it makes gradients."""
         return self.phase is not Phase.FORWARD
 
 

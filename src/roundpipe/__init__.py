@@ -1,0 +1,80 @@
+"""Fine-tune models larger than your devices; names are imported on first use.
+
+Importing torch costs seconds and ``roundpipe --help`` must not pay them, so nothing below is
+imported before it is asked for. The names under ``TYPE_CHECKING`` are the same ones, for editors
+and type checkers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roundpipe import optim, plan, sim
+    from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
+    from roundpipe.engine.engine import StepResult
+    from roundpipe.engine.pool import DevicePool
+    from roundpipe.errors import (
+        ConfigError,
+        DataError,
+        DeadlockError,
+        DeviceError,
+        ModelError,
+        PlanError,
+        RaceError,
+        RoundPipeError,
+        StallError,
+        StepError,
+    )
+    from roundpipe.roundpipe import RoundPipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DeadlockError",
+    "DeviceError",
+    "DevicePool",
+    "ModelError",
+    "ModelExecutePlan",
+    "PlanError",
+    "RaceError",
+    "RoundPipe",
+    "RoundPipeError",
+    "RoundPipeRunConfig",
+    "StallError",
+    "StepError",
+    "StepResult",
+    "__version__",
+    "optim",
+    "plan",
+    "sim",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name or room on first use (PEP 562)."""
+    match name:
+        case "optim" | "plan" | "sim":
+            return importlib.import_module(f"roundpipe.{name}")
+        case "RoundPipe":
+            room = "roundpipe.roundpipe"
+        case "RoundPipeRunConfig" | "ModelExecutePlan":
+            room = "roundpipe.config"
+        case "DevicePool":
+            room = "roundpipe.engine.pool"
+        case "StepResult":
+            room = "roundpipe.engine.engine"
+        case _ if name in __all__:
+            room = "roundpipe.errors"
+        case _:
+            raise AttributeError(f"module 'roundpipe' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(room), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Every public name, imported or not."""
+    return sorted(set(__all__) | set(globals()))

@@ -1,0 +1,143 @@
+"""The command line: thin commands, exit codes, and errors as one paragraph.
+
+Nothing heavy is imported here: ``roundpipe --help`` answers before torch could be found. A command
+imports what it needs when it runs, after it has refused what can be refused without.
+
+Exit codes: 0 done, 2 bad config, data or environment, 3 will not fit, 130 Ctrl-C, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from roundpipe.errors import ConfigError, DeadlockError, PlanError, RoundPipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
+_TRAIN_USAGE = "roundpipe train [FILE] [key=value | --key value | --key=value …]"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Fine-tune models larger than your devices.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; ``argv`` is without the program's name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app(args=arguments, prog_name="roundpipe")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from roundpipe import __version__  # noqa: PLC0415
+
+        typer.echo(f"roundpipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command(
+    context_settings=_RAW,
+    options_metavar="[FILE] [key=value …]",
+    help="Fine-tune a model. FILE is a YAML config; any key of it may be given on the command line "
+    "as key=value, --key value or --key=value. `roundpipe schema` lists the keys.",
+    epilog="roundpipe train model=MODEL dataset=DATA.jsonl output_dir=out",
+)
+def train(context: typer.Context) -> None:
+    """Fine-tune a model."""
+    _guarded(lambda: _train(context.args))
+
+
+@app.command(help="Print the JSON schema of a config: every key, its type, default and meaning.")
+def schema() -> None:
+    """Print the JSON schema of a config."""
+    _guarded(_print_schema)
+
+
+def _train(arguments: list[str]) -> int:
+    _refuse_launchers()
+    if not arguments:
+        raise ConfigError(f"no config: nothing to train\nhint: {_TRAIN_USAGE}")
+    from roundpipe.finetune.config import load_config  # noqa: PLC0415, pydantic
+
+    config, notes = load_config(arguments, environment=os.environ)
+    from roundpipe.finetune import loop  # noqa: PLC0415, torch
+
+    loop.train(config, notes)
+    return 0
+
+
+def _print_schema() -> int:
+    import json  # noqa: PLC0415
+
+    from roundpipe.finetune.config import TrainConfig  # noqa: PLC0415, pydantic
+
+    typer.echo(json.dumps(TrainConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def _refuse_launchers() -> None:
+    """One process drives every device: eight of them would each take eight GPUs."""
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        size = os.environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigError(_launched(f"{name}={size}"))
+    rank = os.environ.get("LOCAL_RANK", "")
+    if rank.isdecimal() and os.environ.get("WORLD_SIZE") != "1":
+        raise ConfigError(_launched(f"LOCAL_RANK={rank}"))
+
+
+def _launched(sign: str) -> str:
+    return (
+        f"started by torchrun, accelerate or the like: {sign}; one process drives all devices"
+        "\nhint: start it without the launcher: roundpipe train …"
+    )
+
+
+def _guarded(command: Callable[[], int]) -> None:
+    """Run a command's body and leave with its exit code, problems said on stderr."""
+    try:
+        code = command()
+    except RoundPipeError as problem:
+        if os.environ.get("ROUNDPIPE_DEBUG"):
+            traceback.print_exc()
+        typer.echo(str(problem).replace("\nhint:", "\n  hint:"), err=True)
+        code = _code(problem)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        code = 130
+    except Exception:  # the last frame of the program
+        traceback.print_exc()
+        typer.echo("this is not your mistake: please report it with the lines above", err=True)
+        code = 1
+    raise typer.Exit(code)
+
+
+def _code(problem: RoundPipeError) -> int:
+    if isinstance(problem, ConfigError):
+        return 2
+    return 3 if isinstance(problem, PlanError) and not isinstance(problem, DeadlockError) else 1

@@ -1,0 +1,1 @@
+"""The only room that knows streams and events; see ``api`` for what a device is."""

@@ -1,0 +1,1 @@
+"""Runs a schedule on devices."""

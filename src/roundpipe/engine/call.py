@@ -1,0 +1,136 @@
+"""What a call asks for: its microbatches, and the loss of each as part of the whole step's loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roundpipe.engine.microbatch import Microbatch, split
+from roundpipe.errors import ConfigError
+from roundpipe.models.loss import (
+    LossCount,
+    check_reduction,
+    count_trained_tokens,
+    loss_factor,
+    scale_loss,
+)
+from roundpipe.models.spec import Inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The microbatches of a call and how their losses add up.
+
+    ``tokens`` are the trained tokens of the call where its loss is a mean over tokens, else None.
+    ``divisor`` is what the loss was divided by: ``tokens``, or the first call's of the step.
+    """
+
+    microbatches: Sequence[Microbatch]
+    loss: Callable[[Any, Any, int], Tensor] | None
+    tokens: int | None = None
+    divisor: int | None = None
+
+    def reported(self, loss: Tensor) -> Tensor:
+        """The call's own mean, where the sum was divided by another call's tokens."""
+        if self.tokens is None or self.divisor in (None, self.tokens):
+            return loss
+        assert self.divisor is not None
+        return loss * (self.divisor / self.tokens)
+
+
+def ask_training(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    label: Any,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    *,
+    num_microbatch: int | None,
+    reduction: str | None,
+    divisor: int | None,
+    computes_loss: bool,
+) -> Asked:
+    """Cut a training call and say what each microbatch's loss is.
+
+    Without ``loss_fn`` the model's own loss is used: a mean over the trained tokens of the whole
+    step. ``divisor``: tokens that an earlier call of the same step has divided by. With ``loss_fn``
+    the losses are summed if the caller gave ``num_microbatch``, else averaged by samples, unless
+    ``reduction`` says otherwise. Raises ConfigError where there is no loss to be had.
+    """
+    if reduction is not None:
+        check_reduction(reduction)
+    parts = split(args, kwargs, label, num_microbatch)
+    if loss_fn is None:
+        return _own_loss(parts, kwargs, reduction, divisor, computes_loss=computes_loss)
+    chosen = check_reduction(reduction or ("sum" if num_microbatch is not None else "mean"))
+    tokens = [
+        count_trained_tokens(part.label) if chosen == "token_mean" else 0 for part in parts
+    ]
+    counts = [LossCount(part.num_samples, t) for part, t in zip(parts, tokens, strict=True)]
+    total = LossCount.total(counts)
+    if chosen == "token_mean":
+        divided = divisor or total.tokens
+        total = replace(total, tokens=divided)
+    factors = [loss_factor(chosen, count, total) for count in counts]
+
+    def loss(outputs: Any, label: Any, microbatch: int) -> Tensor:
+        return scale_loss(_scalar(loss_fn(outputs, label)), factors[microbatch])
+
+    if chosen != "token_mean":
+        return Asked(parts, loss)
+    return Asked(parts, loss, tokens=sum(tokens), divisor=total.tokens)
+
+
+def _own_loss(
+    parts: Sequence[Microbatch],
+    kwargs: Mapping[str, Any],
+    reduction: str | None,
+    divisor: int | None,
+    *,
+    computes_loss: bool,
+) -> Asked:
+    labels = kwargs.get("labels")
+    if not computes_loss or labels is None:
+        raise ConfigError(
+            "no loss to train on: no loss_fn, and the model computes none\n"
+            "hint: loss_fn=…, or labels=… in input_kwargs for a causal LM"
+        )
+    if reduction in ("sum", "mean"):
+        total = LossCount(sum(part.num_samples for part in parts))
+        factors = [loss_factor(reduction, LossCount(p.num_samples), total) for p in parts]  # type: ignore[arg-type]
+
+        def scaled(outputs: Any, _: Any, microbatch: int) -> Tensor:
+            return scale_loss(_scalar(outputs.loss), factors[microbatch])
+
+        return Asked(parts, scaled)
+
+    def own(outputs: Any, _: Any, __: int) -> Tensor:
+        return _scalar(outputs.loss)
+
+    if "num_items_in_batch" in kwargs:  # the caller counts, over calls of ours we know nothing of
+        return Asked(parts, own)
+    tokens = count_trained_tokens(labels)
+    loss_factor("token_mean", LossCount(0, tokens), LossCount(0, tokens))  # refuses a step of none
+    divided = divisor or tokens
+    return Asked(with_kwargs(parts, num_items_in_batch=divided), own, tokens=tokens, divisor=divided)
+
+
+def with_kwargs(parts: Sequence[Microbatch], **more: Any) -> list[Microbatch]:
+    """The microbatches with more keyword arguments, the same for all."""
+    return [
+        replace(part, inputs=Inputs(part.inputs.args, {**(part.inputs.kwargs or {}), **more}))
+        for part in parts
+    ]
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        kind = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ConfigError(f"a loss must be one number: {kind}\nhint: reduce it, e.g. loss.mean()")
+    return loss.reshape(())

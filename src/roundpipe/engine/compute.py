@@ -1,0 +1,220 @@
+"""The actions that compute: forward, fused, recompute, backward, as what a compute stream runs.
+
+Boundaries are pytrees. Where a gradient is wanted, their floating tensors become leaves; the
+gradient of a boundary is the list of those leaves' gradients, None where nothing came.
+
+[Note: autograd's threads] ``backward`` runs in the thread that calls it. With autograd's own
+threads two workers on one card would share one, and a node of ours that blocks it would deadlock.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe.engine.random import DrawsFrom, LayerRandom, layer_seed
+from roundpipe.plan.actions import Action, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roundpipe.engine.device_model import DeviceModel
+    from roundpipe.engine.run import Run
+    from roundpipe.models.spec import Boundary, Inputs
+    from roundpipe.plan.schedule import Visit
+
+
+@dataclass
+class _Graph:
+    """What recompute leaves for backward."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    layers: list[_LayerInput] = field(default_factory=list)  # recompute by layer
+
+
+@dataclass
+class _LayerInput:
+    """A layer's input, kept until its own recompute."""
+
+    layer: int
+    boundary: Boundary
+    inputs: Inputs
+    context: Any
+
+
+def leaf_tree(boundary: Boundary, *, wants_gradient: bool) -> tuple[Boundary, list[Tensor]]:
+    """The boundary cut from whatever made it, and its leaves that a gradient is wanted for."""
+    leaves: list[Tensor] = []
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fresh = value.detach()
+        if wants_gradient and (fresh.is_floating_point() or fresh.is_complex()):
+            leaves.append(fresh.requires_grad_())
+        return fresh
+
+    return pytree.tree_map(cut, boundary), leaves
+
+
+def differentiable(boundary: Boundary) -> list[Tensor]:
+    """The tensors of a boundary that a gradient is wanted for by the layer above, in order."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(boundary)
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    ]
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run autograd from ``outputs`` here, in this thread. See [Note: autograd's threads]."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    if pairs:
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+class Compute:
+    """Runs the compute actions of one device. ``draws`` is shared by the devices of an engine."""
+
+    def __init__(self, model: DeviceModel, draws: LayerRandom) -> None:
+        self.model = model
+        self._draws = draws
+
+    def run(self, run: Run, action: Action) -> None:
+        """What the compute stream runs for ``action``."""
+        visit = run.program.schedule.visits[action.index]
+        assert action.microbatch is not None
+        if action == visit.first:
+            self._begin(run, visit)
+        {
+            Op.FORWARD: self._forward,
+            Op.FUSED: self._fused,
+            Op.RECOMPUTE: self._recompute,
+            Op.BACKWARD: self._backward,
+        }[action.op](run, visit, action.microbatch)
+
+    def _begin(self, run: Run, visit: Visit) -> None:
+        self.model.enter(visit, run.prints.slot[visit.number])
+        if run.program.schedule.trains(visit):
+            lists = self.model.collect(visit, run.prints.sums[visit.number])
+            for layer, names in lists.items():
+                run.received[visit.number, layer] = names
+
+    def _arrived(self, visit: Visit, microbatch: int) -> tuple[Boundary, Inputs, Any]:
+        """What the visit starts from; a boundary that stayed here is taken from its maker."""
+        boundary, inputs, label = self.model.arrived.pop((visit.number, microbatch))
+        if boundary is None and visit.layers.start > 0:
+            boundary = self.model.kept.pop((visit.layers.start, microbatch))
+        return boundary, inputs, label
+
+    @torch.no_grad()
+    def _forward(self, run: Run, visit: Visit, microbatch: int) -> None:
+        boundary, inputs, _ = self._arrived(visit, microbatch)
+        context = self.model.context(inputs, visit.layers)
+        key = (visit.number, microbatch)
+        sends = run.program.schedule.sends[key]
+        leaving = {}
+        for layer in visit.layers:
+            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
+            if layer + 1 in sends:
+                leaving[layer + 1] = boundary
+        if key in run.program.kept:
+            self.model.kept[visit.layers.stop, microbatch] = boundary
+        if leaving:
+            self.model.leaving[key] = leaving
+
+    @torch.enable_grad()  # type: ignore[no-untyped-call, untyped-decorator]
+    def _fused(self, run: Run, visit: Visit, microbatch: int) -> None:
+        boundary, inputs, label = self._arrived(visit, microbatch)
+        context = self.model.context(inputs, visit.layers)
+        boundary, leaves = leaf_tree(boundary, wants_gradient=visit.gives_gradient)
+        for layer in visit.layers:
+            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
+        assert run.call.loss is not None
+        loss = run.call.loss(boundary, label, microbatch)
+        backward([loss], [torch.ones_like(loss)])
+        kept = None
+        if run.call.keep_outputs:
+            kept, _ = leaf_tree(boundary, wants_gradient=False)
+        self.model.leaving[visit.number, microbatch] = (loss.detach(), kept)
+        self._give(run, visit, microbatch, leaves)
+
+    def _recompute(self, run: Run, visit: Visit, microbatch: int) -> None:
+        boundary, inputs, _ = self._arrived(visit, microbatch)
+        context = self.model.context(inputs, visit.layers)
+        key = (visit.number, microbatch)
+        if run.call.recompute_by_layer:
+            kept = []
+            with torch.no_grad():
+                for layer in visit.layers:
+                    kept.append(_LayerInput(layer, boundary, inputs, context))
+                    if layer != visit.layers[-1]:  # the last runs once, with gradient
+                        boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
+            self.model.graphs[key] = _Graph([], [], kept)
+            return
+        with torch.enable_grad():
+            boundary, leaves = leaf_tree(boundary, wants_gradient=visit.gives_gradient)
+            for layer in visit.layers:
+                boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
+        self.model.graphs[key] = _Graph(leaves, differentiable(boundary))
+
+    def _backward(self, run: Run, visit: Visit, microbatch: int) -> None:
+        key = (visit.number, microbatch)
+        if key in run.program.schedule.resident_gradient:
+            gradients = self.model.kept_gradients.pop((visit.layers.stop, microbatch))
+        else:
+            gradients = self.model.arrived_gradients.pop(key)
+        graph = self.model.graphs.pop(key)
+        if not run.call.recompute_by_layer:
+            backward(graph.outputs, gradients)
+            self._give(run, visit, microbatch, graph.leaves)
+            return
+        leaves: list[Tensor] = []
+        while graph.layers:
+            kept = graph.layers.pop()
+            wanted = bool(graph.layers) or visit.gives_gradient
+            with torch.enable_grad():
+                boundary, leaves = leaf_tree(kept.boundary, wants_gradient=wanted)
+                out = self._layer(run, kept.layer, microbatch, (boundary, kept.inputs, kept.context))
+            backward(differentiable(out), gradients)
+            gradients = [leaf.grad for leaf in leaves]
+        self._give(run, visit, microbatch, leaves)
+
+    def _give(self, run: Run, visit: Visit, microbatch: int, leaves: list[Tensor]) -> None:
+        """Hand the gradient of the visit's boundary to the visit below, here or elsewhere."""
+        if not visit.gives_gradient:
+            return
+        key = (visit.number, microbatch)
+        gradients = [leaf.grad for leaf in leaves]
+        if key in run.program.schedule.keeps_gradient:
+            self.model.kept_gradients[visit.layers.start, microbatch] = gradients
+        elif Action(Op.GRADIENT_OUT, *key) in run.program.schedule.waits:
+            self.model.leaving_gradients[key] = gradients
+
+    def _layer(
+        self, run: Run, layer: int, microbatch: int, given: tuple[Boundary, Inputs, Any]
+    ) -> Boundary:
+        """Run one layer's shell with the random draws that are its own."""
+        call = run.call
+        device = self.model.device.torch_device
+
+        def draw() -> DrawsFrom:
+            return DrawsFrom(layer_seed(call.seed, call.step, layer, microbatch), device)
+
+        begin = time.perf_counter()
+        with self._draws.of(layer, draw):
+            boundary = self.model.shell(layer)(*given)
+        run.layer_seconds[layer] = time.perf_counter() - begin
+        return boundary

@@ -1,0 +1,218 @@
+"""A model on one device: shells, the memory they are bound to, what waits there for its next use.
+
+[Note: slots] Two visits fit into the arena together: even turns lie at its bottom, odd turns at its
+top. So the next visit is uploaded while this one computes, with no free list and no fragmentation.
+Gradients have an arena of their own of the same kind; they leave later than the weights.
+
+[Note: gradients add up in place] The first microbatch's gradient is copied into the arena as soon
+as autograd has finished it and becomes the parameter's ``.grad``; autograd adds the others in
+place, in fp32, in microbatch order. A parameter whose hook never ran got no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from roundpipe.device.api import Device
+    from roundpipe.engine.program import Program
+    from roundpipe.models.spec import ModelSpec, Shell
+    from roundpipe.plan.schedule import Visit
+    from roundpipe.store.layer import HostLayer
+
+
+class Arena:
+    """Device memory in which two consecutive visits lie, one at each end."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.buffer: Tensor | None = None
+
+    def fit(self, num_bytes: int) -> bool:
+        """Have at least ``num_bytes``; return whether the memory moved. Nothing may be in flight."""
+        if self.buffer is not None and self.buffer.numel() >= num_bytes:
+            return False
+        self.release()
+        self.buffer = self._device.allocate(num_bytes)
+        return True
+
+    def place(self, num_bytes: int, turn: int) -> int:
+        """Where a visit's bytes begin; ``turn`` is 0 or 1."""
+        assert self.buffer is not None
+        return 0 if turn == 0 else self.buffer.numel() - num_bytes
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.buffer is not None:
+            self._device.free(self.buffer)
+            self.buffer = None
+
+
+def pair_bytes(program: Program, sizes: Mapping[int, int]) -> int:
+    """Bytes for any two visits of ``sizes`` (by number) that follow each other on one device.
+
+    Steps follow each other and the deal goes on from step to step, so each device sees every
+    rotation of the schedule.
+    """
+    schedule = program.schedule
+    devices = schedule.num_devices
+    turn = (schedule.next_start_device - schedule.start_device) % devices
+    before: dict[int, int] = {}
+    most = 0
+    for step in range(devices + 1):
+        for visit in schedule.visits:
+            if visit.number in sizes:
+                device = (visit.device + step * turn) % devices
+                most = max(most, before.get(device, 0) + sizes[visit.number])
+                before[device] = sizes[visit.number]
+    return most
+
+
+class DeviceModel:
+    """See the module docstring. ``index`` is the device's number in schedules."""
+
+    def __init__(
+        self, device: Device, index: int, spec: ModelSpec, layers: Sequence[HostLayer]
+    ) -> None:
+        self.device, self.index = device, index
+        self.spec, self.layers = spec, layers
+        self.context = spec.make_context(device.torch_device)
+        self.weights, self.sums = Arena(device), Arena(device)
+        self.shells: dict[int, Shell] = {}
+        self.kept: dict[tuple[int, int], Any] = {}  # (boundary, microbatch) -> stays here
+        self.kept_gradients: dict[tuple[int, int], Any] = {}
+        self.arrived: dict[tuple[int, int], Any] = {}  # (visit, microbatch) -> came up
+        self.arrived_gradients: dict[tuple[int, int], Any] = {}
+        self.leaving: dict[tuple[int, int], Any] = {}  # (visit, microbatch) -> goes down
+        self.leaving_gradients: dict[tuple[int, int], Any] = {}
+        self.graphs: dict[tuple[int, int], Any] = {}
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._sum_views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._collecting: dict[int, tuple[dict[str, Tensor], list[str]]] = {}
+
+    def shell(self, layer: int) -> Shell:
+        """The device's copy of a layer's module tree, made at its first use."""
+        shell = self.shells.get(layer)
+        if shell is None:
+            shell = self.shells[layer] = self.spec.layers[layer].make_shell(self.device.torch_device)
+            for name, parameter in shell.parameters.items():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._collector(layer, name))
+        return shell
+
+    def sync_mode(self) -> None:
+        """Take over the user's ``training`` flags. Nothing may be in flight that sees them."""
+        self.context.sync_mode()
+        for shell in self.shells.values():
+            shell.sync_mode()
+
+    def prepare(self, program: Program) -> None:
+        """Make memory and shells for a program. Nothing may be in flight."""
+        visits = program.schedule.visits
+        weights = {visit.number: self.weight_bytes(visit.layers) for visit in visits}
+        sums = {
+            visit.number: self.sum_bytes(visit.layers)
+            for visit in visits
+            if program.schedule.trains(visit)
+        }
+        if self.weights.fit(pair_bytes(program, weights)):
+            self._views.clear()
+        if self.sums.fit(pair_bytes(program, sums)):
+            self._sum_views.clear()
+        for visit in program.schedule.visits_on(self.index):
+            for layer in visit.layers:
+                self.shell(layer)
+
+    def drop_in_flight(self) -> None:
+        """Let go of whatever a step that failed has left. Nothing may be in flight."""
+        for held in (
+            self.kept,
+            self.kept_gradients,
+            self.arrived,
+            self.arrived_gradients,
+            self.leaving,
+            self.leaving_gradients,
+            self.graphs,
+            self._collecting,
+        ):
+            held.clear()
+
+    def forget_shells(self) -> None:
+        """Make shells anew at their next use: what is trained has changed."""
+        self.shells.clear()
+        self._views.clear()
+        self._sum_views.clear()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.drop_in_flight()
+        self.forget_shells()
+        self.weights.release()
+        self.sums.release()
+
+    def weight_bytes(self, layers: range) -> int:
+        """What uploading ``layers`` moves."""
+        return sum(self.layers[layer].slot_layout.num_bytes for layer in layers)
+
+    def sum_bytes(self, layers: range) -> int:
+        """What downloading the gradients of ``layers`` moves."""
+        return sum(self.layers[layer].slot_gradient_layout.num_bytes for layer in layers)
+
+    def slot(self, visit: Visit, turn: int) -> Tensor:
+        """The bytes of a visit's weights on the device."""
+        size = self.weight_bytes(visit.layers)
+        assert self.weights.buffer is not None
+        return self.weights.buffer.narrow(0, self.weights.place(size, turn), size)
+
+    def sums_slot(self, visit: Visit, turn: int) -> Tensor:
+        """The bytes of a visit's gradients on the device."""
+        size = self.sum_bytes(visit.layers)
+        assert self.sums.buffer is not None
+        return self.sums.buffer.narrow(0, self.sums.place(size, turn), size)
+
+    def enter(self, visit: Visit, turn: int) -> None:
+        """Bind the shells of a visit to its slot."""
+        at = self.weights.place(self.weight_bytes(visit.layers), turn)
+        for layer in visit.layers:
+            self.shell(layer).bind(self._view(layer, at))
+            at += self.layers[layer].slot_layout.num_bytes
+
+    def collect(self, visit: Visit, turn: int) -> dict[int, list[str]]:
+        """Begin a visit's gradients; returns the lists that name what will have arrived."""
+        at = self.sums.place(self.sum_bytes(visit.layers), turn)
+        lists: dict[int, list[str]] = {}
+        for layer in visit.layers:
+            layout = self.layers[layer].slot_gradient_layout
+            key = (layer, at)
+            if key not in self._sum_views:
+                assert self.sums.buffer is not None
+                self._sum_views[key] = layout.view(self.sums.buffer, at=at)
+            lists[layer] = []
+            self._collecting[layer] = (self._sum_views[key], lists[layer])
+            for parameter in self.shell(layer).parameters.values():
+                parameter.grad = None
+            at += layout.num_bytes
+        return lists
+
+    def _view(self, layer: int, at: int) -> dict[str, Tensor]:
+        key = (layer, at)
+        if key not in self._views:
+            assert self.weights.buffer is not None
+            self._views[key] = self.layers[layer].slot_layout.view(self.weights.buffer, at=at)
+        return self._views[key]
+
+    def _collector(self, layer: int, name: str) -> Callable[[nn.Parameter], None]:
+        """See [Note: gradients add up in place]."""
+
+        def collect(parameter: nn.Parameter) -> None:
+            views, received = self._collecting[layer]
+            if parameter.grad is not None and parameter.grad is not views[name]:
+                views[name].copy_(parameter.grad)
+                parameter.grad = views[name]
+                received.append(name)
+
+        return collect

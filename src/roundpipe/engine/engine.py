@@ -1,0 +1,376 @@
+"""Runs schedules on a pool of devices, one after the other without a flush, and survives failures.
+
+Rules
+1. A run follows another without a drain only if its schedule was lowered as that one's successor
+   and a step lies between. Otherwise the devices are idle in between, so nothing is to be awaited.
+2. The first failure ends its step and every later one. It is raised in the caller's thread, by the
+   call that waits or by the next; by then nothing of these steps is under way and the state is that
+   of the last committed step.
+3. No wait has a timeout of its own. The caller's thread watches: when nothing finishes for
+   ``stall_seconds``, it gives up the step and tells what every stream is doing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.engine.compute import Compute
+from roundpipe.engine.device_model import DeviceModel
+from roundpipe.engine.handover import Handover
+from roundpipe.engine.pool import RESULTS
+from roundpipe.engine.program import HOST, Item, Program, is_timed
+from roundpipe.engine.random import LayerRandom
+from roundpipe.engine.run import Call, Run
+from roundpipe.engine.transfer import TRANSFERS, download_gradients
+from roundpipe.engine.updates import Update, merge_partials
+from roundpipe.errors import StallError, StepError
+from roundpipe.plan.actions import COMPUTE, OF_LAYERS, Action, Op
+from roundpipe.plan.footprint import Footprints, Turns
+from roundpipe.store.segment import allocate_host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from roundpipe.device.api import Event
+    from roundpipe.engine.pool import DevicePool
+    from roundpipe.models.spec import ModelSpec
+    from roundpipe.store.layer import HostLayer
+
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 2.0
+
+
+class Engine:
+    """One model on a pool. Used from one thread at a time.
+
+    ``stall_seconds``: how long nothing may finish before a step is given up.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        spec: ModelSpec,
+        layers: Sequence[HostLayer],
+        *,
+        stall_seconds: float = 600.0,
+    ) -> None:
+        self.pool, self.spec, self.layers = pool, spec, layers
+        self.stall_seconds = stall_seconds
+        self.draws = LayerRandom()
+        self.models = [
+            DeviceModel(device, index, spec, layers) for index, device in enumerate(pool.devices)
+        ]
+        self._computes = [Compute(model, self.draws) for model in self.models]
+        self._partials: dict[tuple[int, int], Tensor] = {}
+        self._turns = Turns()
+        self._active: list[tuple[Run, Update | None]] = []
+        self._last: Run | None = None
+        self._failed: Run | None = None
+        self._streams: dict[int, set[str]] = {}
+        self._idle: Event | None = None  # everything before the last drain
+        self._finished = 0  # works that have run; only whether it changes matters
+
+    # ---- what the caller's thread does
+
+    def start(self, program: Program, call: Call, *, follows: bool) -> Run:
+        """Begin a run and return at once; ``follows``: see rule 1, else the devices are drained."""
+        previous = self._last if follows else None
+        if previous is None:
+            self.drain()
+        prints = Footprints(program.schedule, self._turns)
+        if previous is None:
+            self._prepare(program)
+        run = Run(program, call, prints, previous)
+        self._turns = prints.turns_after
+        self._active = [pair for pair in self._active if not _is_over(*pair)]
+        self._active.append((run, None))
+        self._last = run
+        if previous is None and self._idle is not None:
+            for worker, streams in self._streams.items():
+                task = functools.partial(self._begin_anew, worker, tuple(streams), self._idle)
+                self.pool.worker(worker).put(task)
+        for worker, items in program.during_call.items():
+            self.pool.worker(worker).put(functools.partial(self._issue, run, worker, items))
+        self.pool.worker(RESULTS).put(functools.partial(self._bring_results, run))
+        return run
+
+    def wait_results(self, run: Run) -> None:
+        """Block until every microbatch's loss or output is on the host; raises what failed."""
+        try:
+            self.watch(run.ready)
+        except BaseException as error:
+            self.fail(run, error)
+        self.raise_failure()
+
+    def step(self, run: Run, update: Update) -> None:
+        """Begin the updates that follow ``run``; returns at once."""
+        self._active = [
+            (each, update if each is run else other) for each, other in self._active
+        ]
+        if run.failure is not None:
+            update.fail(run.failure)
+        run.update = update
+        items = run.program.at_step
+        if not items:  # nothing is trained
+            update.nothing_to_do()
+        self.pool.worker(HOST).put(functools.partial(self._issue, run, HOST, items))
+
+    def drain(self) -> None:
+        """Block until nothing is under way; raises what failed."""
+        try:
+            self.watch(self._fence())
+        except BaseException as error:
+            if self._last is not None:
+                self.fail(self._last, error)
+            else:
+                raise
+        self.raise_failure()
+        self._last = None
+        self._active.clear()
+
+    def fail(self, run: Run, error: BaseException, action: Action | None = None) -> None:
+        """End ``run`` and every later one; called from any thread."""
+        later = False
+        for each, update in self._active:
+            later = later or each is run
+            if later:
+                each.fail(error, action)
+                if update is not None:
+                    update.fail(error)
+        if self._failed is None:
+            self._failed = run
+
+    def raise_failure(self) -> None:
+        """Raise what failed, once nothing is under way and the state is the last committed one."""
+        if self._failed is None:
+            return
+        run = self._failed
+        assert run.failure is not None
+        if not self._settle():
+            raise self._as_step_error(run) from _cause(run.failure)
+        self._failed = None
+        note = self._finish_updates()
+        self._forget_in_flight()
+        error = run.failure
+        if isinstance(error, Exception):
+            raise self._as_step_error(run, note) from _cause(error)
+        raise error
+
+    def close(self) -> None:
+        """Give the devices' memory back. The pool is its owner's to close."""
+        for model in self.models:
+            model.close()
+        self._partials.clear()
+
+    def spans(self, run: Run) -> list[Any]:
+        """The timeline of a run's compute streams."""
+        return run.spans()
+
+    # ---- issuing, in the workers' threads
+
+    def _issue(self, run: Run, worker: int, items: Sequence[Item]) -> None:
+        try:
+            device = self.pool.device(worker)
+            for item in items:
+                if run.failure is not None:
+                    return
+                if item.throttle is not None:
+                    run.event(item.throttle).wait()
+                for wait in item.waits:
+                    event = run.receive(wait)
+                    if event is not None:
+                        device.wait(item.stream, event)
+                prints = run.prints.of(item.action)
+                timing = device.launch(
+                    item.stream,
+                    functools.partial(self._execute, run, worker, item.action),
+                    reads=prints.reads,
+                    writes=prints.writes,
+                    timed=is_timed(item.action),
+                    label=item.action,
+                    on_error=functools.partial(self._on_error, run, item.action),
+                )
+                if timing is not None:
+                    run.time(f"{worker}.{item.stream}", item.action, timing)
+                run.publish(item.action, device.record(item.stream))
+        except BaseException as error:  # a bug of ours, or a run that was given up
+            if run.failure is None:
+                self.fail(run, error)
+
+    def _begin_anew(self, worker: int, streams: Sequence[str], idle: Event) -> None:
+        """Order all streams behind a drain. Real devices know; the fake one believes only events."""
+        for stream in streams:
+            self.pool.device(worker).wait(stream, idle)
+
+    def _on_error(self, run: Run, action: Action, error: BaseException) -> None:
+        self.fail(run, error, action)
+
+    def _execute(self, run: Run, worker: int, action: Action) -> None:
+        """What a stream runs for an action."""
+        if run.failure is None:
+            if action.op in COMPUTE:
+                run.call.caller.run(functools.partial(self._computes[worker].run, run, action))
+            elif action.op in TRANSFERS:
+                TRANSFERS[action.op](run, self.models[worker], action)
+            elif action.op is Op.DOWNLOAD:
+                download_gradients(run, self.models[worker], action, self._partials)
+            elif action.op is Op.MERGE:
+                merge_partials(run, self.layers, action, self._partials)
+            else:
+                self._execute_host(run, action)
+        self._finished += 1
+
+    def _execute_host(self, run: Run, action: Action) -> None:
+        layer = self.layers[action.index]
+        if action.op is Op.PUBLISH:
+            layer.publish()
+            return
+        assert run.update is not None
+        if action.op is Op.NORM:
+            run.update.norm(action.index)
+        else:
+            run.update.update(action.index, run.program.updated)
+
+    def _bring_results(self, run: Run) -> None:
+        """Set ``run.ready`` when all results have come down."""
+        host = self.pool.host
+        try:
+            for action in run.program.fused:
+                event = run.receive(action)
+                assert event is not None
+                host.wait("results", event)
+            host.launch("results", run.ready.set, label="results")
+        except StepError:  # given up: fail has set it
+            run.ready.set()
+
+    # ---- waiting and recovering, in the caller's thread
+
+    def _prepare(self, program: Program) -> None:
+        """Make memory for a program; the devices are idle."""
+        for model in self.models:
+            model.prepare(program)
+        schedule = program.schedule
+        for visit in schedule.visits:
+            if schedule.trains(visit):
+                action = Action(Op.DOWNLOAD, visit.number, chunk=0)
+                for index in visit.layers:
+                    if index not in schedule.owners[action]:
+                        size = self.layers[index].slot_gradient_layout.num_bytes
+                        held = self._partials.get((visit.number, index))
+                        if held is None or held.numel() != size:
+                            self._partials[visit.number, index] = allocate_host(size)
+                    else:
+                        self.layers[index].gradients(partial_sums=False)
+        for _, action in schedule.actions():
+            if action.op in OF_LAYERS:
+                self._streams.setdefault(HOST, set()).add("host")
+        for name in schedule.streams:
+            device, _, stream = name.rpartition(".")
+            self._streams.setdefault(int(device) if device else HOST, set()).add(stream)
+
+    def _fence(self) -> threading.Event:
+        """An event that is set when all that was put before has run."""
+        idle = threading.Event()
+        if not self._streams:
+            idle.set()
+            return idle
+        marks: list[Handover] = []
+        for worker, streams in self._streams.items():
+            for stream in streams:
+                mark = Handover()
+                marks.append(mark)
+                device = self.pool.device(worker)
+                self.pool.worker(worker).put(
+                    functools.partial(_mark, mark, functools.partial(device.record, stream))
+                )
+
+        def collect() -> None:
+            for mark in marks:
+                self.pool.host.wait("results", mark.receive())
+            self._idle = self.pool.host.record("results")
+            self.pool.host.launch("results", idle.set, label="idle")
+
+        self.pool.worker(RESULTS).put(collect)
+        return idle
+
+    def watch(self, ready: threading.Event, *, seconds: float | None = None) -> None:
+        """Wait for ``ready`` in the caller's thread; raises StallError when nothing finishes."""
+        limit = self.stall_seconds if seconds is None else seconds
+        finished, since = self._finished, time.monotonic()
+        while not ready.wait(min(_POLL_SECONDS, limit / 2)):
+            if self._finished != finished:
+                finished, since = self._finished, time.monotonic()
+            elif time.monotonic() - since > limit:
+                raise StallError(self._describe_stall(limit))
+
+    def _describe_stall(self, seconds: float) -> str:
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        lines = [f"nothing finished for {seconds:g} s:"]
+        for index, device in enumerate((*self.pool.devices, self.pool.host)):
+            name = "host" if device is self.pool.host else f"device {index} ({device.name})"
+            lines += [f"  {name} {stream}: {what}" for stream, what in device.describe().items()]
+        lines.append("hint: the stacks of all threads are on standard error")
+        return "\n".join(lines)
+
+    def _settle(self) -> bool:
+        """Wait until nothing of a failed step is under way; False if something hangs."""
+        try:
+            self.watch(self._fence(), seconds=min(self.stall_seconds, _GRACE_SECONDS))
+        except StallError:
+            return False
+        return True
+
+    def _finish_updates(self) -> str:
+        """Bring committed updates to their end, in order of steps; what to tell of it."""
+        note = ""
+        for run, update in self._active:
+            if update is None or not update.is_half_done:
+                continue
+            try:
+                update.finish()
+                note = "\nhint: the step was committed; its remaining updates were made after all"
+            except Exception as error:
+                run.failure = error
+                note = (
+                    "\nhint: the weights are mixed: some layers are a step ahead of others; "
+                    "load the last checkpoint"
+                )
+        return note
+
+    def _forget_in_flight(self) -> None:
+        for model in self.models:
+            model.drop_in_flight()
+        for layer in self.layers:
+            layer.clear_gradients()
+        self._active.clear()
+        self._last = None
+
+    def _as_step_error(self, run: Run, note: str = "") -> StepError:
+        error = run.failure
+        if isinstance(error, StepError):
+            return error
+        where = run.describe(run.failed_at, self.spec, [d.name for d in self.pool.devices])
+        return StepError(f"step {run.call.step}: {where} failed: {type(error).__name__}: {error}{note}")
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error.__cause__ if isinstance(error, StepError) else error
+
+
+def _mark(mark: Handover, record: Callable[[], Any]) -> None:
+    mark.publish(record())
+
+
+def _is_over(run: Run, update: Update | None) -> bool:
+    """Whether everything of a run, its updates included, has run."""
+    return update is not None and update.is_committed and not update.is_half_done and run.is_over()
+
+

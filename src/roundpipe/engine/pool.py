@@ -1,0 +1,86 @@
+"""The devices, and the host threads that issue their work: what several models may share.
+
+One thread issues for each device, one for what happens on the host, one brings results to callers.
+The host is a device too, so that its work is ordered by the same events.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.device.cpu import CpuDevice
+from roundpipe.device.fake import FakeDevice
+from roundpipe.device.resolve import resolve_devices
+from roundpipe.engine.program import HOST
+from roundpipe.engine.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roundpipe.device.api import Device
+
+RESULTS = -2  # the worker that brings results to callers
+_CLOSE_SECONDS = 5.0
+
+
+class DevicePool:
+    """Devices with their threads.
+
+    ``devices`` as in ``RoundPipe``: ``"auto"``, a number, ``"cuda:0"``, ``"cpu*3"``, a list. Raises
+    DeviceError for one that cannot be used. End it with ``close`` or ``with``; dropped without, its
+    threads end once their work is done.
+    """
+
+    def __init__(self, devices: Any = "auto") -> None:
+        self.devices: Sequence[Device] = resolve_devices(devices)
+        self.host: Device = _host_for(self.devices)
+        names = [*range(len(self.devices)), HOST, RESULTS]
+        self._workers = {name: Worker(_title(name)) for name in names}
+        self.lock = threading.Lock()  # who starts runs: one caller at a time
+        self._finalizer = weakref.finalize(self, _close, self._workers, [*self.devices, self.host])
+
+    def __enter__(self) -> DevicePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"DevicePool({[device.name for device in self.devices]})"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` has run."""
+        return not self._finalizer.alive
+
+    def worker(self, name: int) -> Worker:
+        """The thread that issues for a device, ``HOST`` or ``RESULTS``."""
+        return self._workers[name]
+
+    def device(self, name: int) -> Device:
+        """The device a worker issues to."""
+        return self.devices[name] if name >= 0 else self.host
+
+    def close(self) -> None:
+        """Finish what was issued and end all threads. Idempotent."""
+        self._finalizer()
+
+
+def _host_for(devices: Sequence[Device]) -> Device:
+    fakes = [device for device in devices if isinstance(device, FakeDevice)]
+    if fakes:
+        return FakeDevice("host", ledger=fakes[0].ledger, fail=fakes[0].fail)
+    return CpuDevice("host")
+
+
+def _title(name: int) -> str:
+    return {HOST: "host", RESULTS: "results"}.get(name, f"device {name}")
+
+
+def _close(workers: dict[int, Worker], devices: Sequence[Device]) -> None:
+    for worker in workers.values():
+        worker.close(_CLOSE_SECONDS)
+    for device in devices:
+        device.close(timeout_seconds=_CLOSE_SECONDS)

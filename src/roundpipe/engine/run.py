@@ -1,0 +1,175 @@
+"""One run of one schedule: everything that lives from a call to the end of its step.
+
+A run is made anew for every call. Its handovers are set once; what fails in it is kept as the first
+failure and wakes everyone who waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.engine.handover import Handover
+from roundpipe.errors import StepError
+from roundpipe.plan.actions import OF_LAYERS, Op
+from roundpipe.plan.timeline import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from roundpipe.device.api import Event, Timing
+    from roundpipe.engine.caller import CallerState
+    from roundpipe.engine.microbatch import Microbatch
+    from roundpipe.engine.program import Program
+    from roundpipe.engine.updates import Update
+    from roundpipe.models.spec import ModelSpec
+    from roundpipe.plan.actions import Action
+    from roundpipe.plan.footprint import Footprints
+
+_WORDS = {
+    Op.UPLOAD: "upload of weights",
+    Op.FORWARD: "forward",
+    Op.FUSED: "forward, loss and backward",
+    Op.RECOMPUTE: "recompute",
+    Op.BACKWARD: "backward",
+    Op.ACTIVATION_IN: "upload of activations",
+    Op.ACTIVATION_OUT: "download of activations or loss",
+    Op.GRADIENT_IN: "upload of the boundary gradient",
+    Op.GRADIENT_OUT: "download of the boundary gradient",
+    Op.DOWNLOAD: "download of gradients",
+    Op.MERGE: "sum of partial gradients",
+    Op.NORM: "gradient norm",
+    Op.UPDATE: "optimizer update",
+    Op.PUBLISH: "publishing of weights",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the caller wants of a run."""
+
+    microbatches: Sequence[Microbatch]
+    caller: CallerState
+    seed: int
+    step: int
+    # (outputs, label, microbatch) -> the loss to run backward from; None: forward only
+    loss: Callable[[Any, Any, int], Tensor] | None = None
+    keep_outputs: bool = False
+    newest: bool = False  # read master weights that are not published yet
+    recompute_by_layer: bool = False
+    draws_repeat: bool = True  # recompute sees the same random draws as forward
+
+
+@dataclass
+class Boundaries:
+    """Boundary activations or their gradients on the host; each is let go after its last use."""
+
+    uses: dict[tuple[int, int], int]
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def put(self, boundary: int, microbatch: int, value: Any) -> None:
+        """Keep ``value`` for those who will read it."""
+        self.held[boundary, microbatch] = value
+
+    def take(self, boundary: int, microbatch: int) -> Any:
+        """Read it; the last reader lets it go."""
+        key = (boundary, microbatch)
+        with self._lock:
+            value = self.held[key]
+            self.uses[key] = self.uses.get(key, 1) - 1
+            if self.uses[key] <= 0:
+                del self.held[key]
+        return value
+
+
+class Run:
+    """See the module docstring. ``previous`` is the run it follows without a flush, if any."""
+
+    def __init__(
+        self, program: Program, call: Call, prints: Footprints, previous: Run | None
+    ) -> None:
+        self.program = program
+        self.call = call
+        self.prints = prints
+        self._handovers = {action: Handover() for action in program.schedule.order}
+        self._before = previous._handovers if previous is not None else None
+        self.boundaries = Boundaries(dict(program.boundary_uses))
+        self.gradients = Boundaries({})
+        num_microbatches = program.schedule.num_microbatches
+        self.losses: list[Tensor | None] = [None] * num_microbatches
+        self.outputs: list[Any] = [None] * num_microbatches
+        self.received: dict[tuple[int, int], list[str]] = {}  # (visit, layer) -> parameters
+        self.ready = threading.Event()  # all results are on the host, or the run was given up
+        self.update: Update | None = None  # set when the optimizer steps
+        self.failure: BaseException | None = None
+        self.failed_at: Action | None = None
+        self._timings: list[tuple[str, Action, Timing]] = []
+        self.layer_seconds: dict[int, float] = {}  # forward of one microbatch, as last measured
+
+    def publish(self, action: Action, event: Event) -> None:
+        """Say that ``action`` is issued."""
+        self._handovers[action].publish(event)
+
+    def receive(self, action: Action) -> Event | None:
+        """The event of an action of this run or of the one before; blocks until it is issued.
+
+        None where there is no run before. Raises the failure of a run that was given up.
+        """
+        if not action.before:
+            return self._handovers[action].receive()
+        if self._before is None:
+            return None
+        handover = self._before.get(action.of_this_step())
+        return None if handover is None else handover.receive()
+
+    def event(self, action: Action) -> Event:
+        """The event of an action that this host thread has issued itself."""
+        event = self._handovers[action].event
+        assert event is not None, f"{action} is not issued"
+        return event
+
+    def fail(self, error: BaseException, action: Action | None = None) -> None:
+        """Give up the run; only the first failure counts. Wakes everyone who waits for an issue."""
+        if self.failure is None:
+            self.failure = error
+            self.failed_at = action
+        reason = StepError("the step was given up")
+        for handover in self._handovers.values():
+            if handover.event is None:
+                handover.abandon(reason)
+        self.ready.set()
+
+    def is_over(self) -> bool:
+        """Whether all its actions have run."""
+        lasts = [queue[-1] for queue in self.program.schedule.streams.values() if queue]
+        events = [self._handovers[action].event for action in lasts]
+        return all(event is not None and event.is_complete() for event in events)
+
+    def describe(self, action: Action | None, spec: ModelSpec, devices: Sequence[str]) -> str:
+        """Name an action for people: what, layers, microbatch, device."""
+        if action is None:
+            return "the call"
+        if action.op in OF_LAYERS:
+            return f"{action} ({_WORDS[action.op]} of layer {spec.layers[action.index].name}) on host"
+        visit = self.program.schedule.visits[action.index]
+        names = [spec.layers[layer].name for layer in (visit.layers[0], visit.layers[-1])]
+        layers = f"layer {names[0]}" if len(visit.layers) == 1 else f"layers {names[0]} to {names[1]}"
+        microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+        device = "host" if action.op is Op.MERGE else f"device {visit.device} ({devices[visit.device]})"
+        return f"{action} ({_WORDS[action.op]}, stage {visit.stage}, {layers}{microbatch}) on {device}"
+
+    def time(self, stream: str, action: Action, timing: Timing) -> None:
+        """Keep when an action runs; read by ``spans`` once it has."""
+        self._timings.append((stream, action, timing))
+
+    def spans(self) -> list[Span]:
+        """What ran when, of the compute streams, as far as it is over."""
+        return [
+            Span(stream, action, timing.start_seconds, timing.end_seconds)
+            for stream, action, timing in self._timings
+            if timing.end_seconds == timing.end_seconds
+        ]

@@ -1,0 +1,179 @@
+"""The actions of the host: add up partial gradients, take norms, update layers, publish them.
+
+[Note: commit] A step commits in its first update, which the host stream reaches only after every
+norm. Until then no master weight, moment or working weight has changed, so giving the step up costs
+nothing. After it the updates run to their end: one that fails is gone on with, not taken back.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from roundpipe.engine.transfer import partial_layers
+from roundpipe.errors import StepError
+from roundpipe.optim.clip import clip_coefficient, layer_norms, total_norm
+from roundpipe.optim.host import LayeredUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roundpipe.engine.run import Run
+    from roundpipe.optim.whole import WholeUpdate
+    from roundpipe.plan.actions import Action
+    from roundpipe.store.layer import HostLayer
+
+
+def merge_partials(
+    run: Run,
+    layers: Sequence[HostLayer],
+    action: Action,
+    partials: dict[tuple[int, int], Tensor],
+) -> None:
+    """``M``: add what a visit brought down to the gradients of its parameters' owners."""
+    visit = run.program.schedule.visits[action.index]
+    for index in partial_layers(run, visit):
+        if (visit.number, index) in partials:
+            names = run.received[visit.number, index]
+            layers[index].add_partial_(names, partials[visit.number, index])
+
+
+class Update:
+    """One step's update of the host's layers; what ``StepResult`` asks.
+
+    ``scale`` multiplies all gradients first (calls of one step that each divided by their own
+    tokens); ``max_norm`` clips after it. ``publish``: working weights are written at once (exact).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[HostLayer],
+        optimizer: LayeredUpdate | WholeUpdate,
+        *,
+        max_norm: float | None,
+        scale: float = 1.0,
+        publish: bool,
+    ) -> None:
+        self._layers = layers
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._scale = scale
+        self._publish = publish
+        self._norms: dict[int, Tensor] = {}
+        self._grad_scale: Tensor | None = None
+        self._left: list[int] | None = None  # layers whose update is still to come; None: not committed
+        self.grad_norm: Tensor | None = None
+        self.skipped = False
+        self.known = threading.Event()  # set when the step has committed or was skipped
+        self.failure: BaseException | None = None
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the step's updates have begun, or been skipped because a gradient is not finite."""
+        return self._left is not None
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether some layers are updated and some are not."""
+        return bool(self._left)
+
+    def norm(self, layer: int) -> None:
+        """``N``: the norms of one layer's gradients."""
+        host = self._layers[layer]
+        gradients = (host.gradient(name) for name in host.trainable)
+        self._norms[layer] = layer_norms(g for g in gradients if g is not None)
+
+    def update(self, layer: int, order: Sequence[int]) -> None:
+        """``S``: update one layer; the first one of the step commits it."""
+        if self._left is None:
+            self._commit(order)
+        assert self._left is not None
+        if self.skipped:
+            self._layers[layer].clear_gradients()
+        elif isinstance(self._optimizer, LayeredUpdate):
+            self._optimizer.update_layer(layer, grad_scale=self._grad_scale, publish=self._publish)
+        elif len(self._left) == len(order):  # an optimizer that steps as a whole: at the first layer
+            self._optimizer.update_whole(grad_scale=self._grad_scale, publish=self._publish)
+        if layer in self._left:
+            self._left.remove(layer)
+
+    def nothing_to_do(self) -> None:
+        """The step has no layer to update."""
+        self._commit(())
+
+    def finish(self) -> None:
+        """Go on with a committed step whose update failed, until all layers have one version."""
+        for layer in list(self._left or ()):
+            self.update(layer, ())
+
+    def fail(self, error: BaseException) -> None:
+        """Let whoever reads the result see ``error``, unless the step has committed."""
+        if not self.known.is_set():
+            self.failure = error
+            self.known.set()
+
+    def _commit(self, order: Sequence[int]) -> None:
+        total = total_norm([self._norms[layer] for layer in sorted(self._norms)])
+        if self._scale != 1.0:
+            total = total * self._scale
+        self.grad_norm = total
+        self.skipped = not bool(torch.isfinite(total))
+        scale = None
+        if self._max_norm is not None and not self.skipped:
+            scale = clip_coefficient(total, self._max_norm)
+        if self._scale != 1.0:
+            scale = torch.tensor(self._scale) * (1.0 if scale is None else scale)
+        self._grad_scale = scale
+        self._left = list(order)
+        self.known.set()
+
+
+class StepResult:
+    """What became of a step. Reading a field blocks until the step has committed.
+
+    Raises what made the step fail, as StepError.
+    """
+
+    def __init__(self, update: Update, engine: Waits) -> None:
+        self._update = update
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        if not self._update.known.is_set():
+            return "StepResult(under way)"
+        return f"StepResult(grad_norm={self._update.grad_norm}, skipped={self._update.skipped})"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether reading a field would return at once."""
+        return self._update.known.is_set()
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Global 2-norm of all gradients before clipping, a 0-d fp32 tensor on the host."""
+        self._wait()
+        assert self._update.grad_norm is not None
+        return self._update.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated because the norm is not finite."""
+        self._wait()
+        return self._update.skipped
+
+    def _wait(self) -> None:
+        self._engine.watch(self._update.known)
+        if self._update.failure is not None:
+            raise StepError(f"the step failed: {self._update.failure}") from self._update.failure
+
+
+class Waits(Protocol):
+    """Whoever can wait and notice that nothing goes on."""
+
+    def watch(self, ready: threading.Event) -> None:
+        """Block until ``ready`` is set; raises StallError when nothing finishes."""
+        ...

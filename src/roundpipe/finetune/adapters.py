@@ -1,0 +1,117 @@
+"""Put LoRA adapters (peft) on a base model, and count what is trained.
+
+Adapters are made in the model's own dtype, not in fp32 as peft does by default: the optimizer keeps
+fp32 masters of every trained weight, so that a second fp32 copy on the device would only cost time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from roundpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from roundpipe.finetune.config import TrainConfig
+    from roundpipe.finetune.source import ModelSource
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """How many weights a model has and how many are trained; a tied weight counts once."""
+
+    trained: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{_short(self.trained)} of {_short(self.total)} trained"
+
+
+def count_parameters(model: nn.Module) -> ParameterCounts:
+    """Count the parameters of ``model``, each shared one once."""
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return ParameterCounts(trained=trained, total=sum(p.numel() for p in parameters))
+
+
+def add_adapter(
+    model: PreTrainedModel, config: TrainConfig, source: ModelSource, *, seed: int
+) -> PeftModel:
+    """Wrap ``model`` with the LoRA adapter that ``config`` describes; freezes the base in place.
+
+    The random start depends on ``seed`` alone; the caller's random state stays as it is. Raises
+    ConfigError where peft refuses the settings.
+    """
+    lora = lora_config(config, source)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            wrapped = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ConfigError(f"{error}\nhint: {_hint(config, model, str(error))}") from error
+    _set_base(wrapped, source)
+    return wrapped  # type: ignore[no-any-return, unused-ignore]
+
+
+def lora_config(config: TrainConfig, source: ModelSource) -> LoraConfig:
+    """Translate our keys to a ``LoraConfig``; ``config.peft`` passes any other field of it."""
+    fields: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source.given,
+        "r": config.lora_r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": _plain(config.target_modules),
+        "modules_to_save": _plain(config.modules_to_save),
+        "use_dora": config.use_dora,
+        "use_rslora": config.use_rslora,
+    }
+    try:
+        return LoraConfig(**{**fields, **(config.peft or {})})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"peft: {error}\nhint: the keys under peft are the fields of LoraConfig of peft"
+        ) from error
+
+
+def _plain(names: Any) -> Any:
+    """Lists for tuples: peft writes them to JSON and compares them with lists."""
+    return list(names) if isinstance(names, (tuple, set, frozenset)) else names
+
+
+def _set_base(wrapped: PeftModel, source: ModelSource) -> None:
+    """Say in the adapter what it was trained on as the user said it, never as a cache path.
+
+    peft overwrites the field with the folder that the model was loaded from.
+    """
+    for adapter in wrapped.peft_config.values():
+        adapter.base_model_name_or_path = source.location if source.is_hub else source.given
+        adapter.revision = source.revision if source.is_hub else None
+
+
+def _hint(config: TrainConfig, model: PreTrainedModel, message: str) -> str:
+    if "not found in the base model" in message or "target_modules" in message:
+        kinds = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if isinstance(module, torch.nn.Linear)
+            }
+        )
+        return f"target_modules=all-linear, or some of: {', '.join(kinds)}"
+    return f"target_modules={config.target_modules} and the keys under peft are what peft was given"
+
+
+def _short(count: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.3g} {unit}"
+    return str(count)

@@ -1,0 +1,287 @@
+"""TrainConfig: every setting of one run, under one name each, checked before anything is loaded.
+
+The class knows only our own names and finished values; names of other trainers become ours in
+`translate.py`, text becomes values in `parse.py`. A default that hangs on another field (the
+learning rate on the method, alpha on the rank) is filled in here, so a saved config says what was
+really used and loads again. Importing this costs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Shape = Literal[
+    "messages",
+    "conversations",
+    "prompt/completion",
+    "instruction/output",
+    "question/answer",
+    "query/response",
+    "text",
+    "input_ids",
+]
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+_DEVICE = re.compile(r"(auto|cpu|cuda|cuda:\d+|\d+)(\s*\*\s*[1-9]\d*)?")
+_MEMORY = re.compile(r"\d+(\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE)
+
+
+class DatasetEntry(BaseModel):
+    """One file of a dataset and how to read it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(min_length=1, description="a .jsonl or .json file, also gzipped")
+    type: Shape | None = Field(None, description="shape of the rows; recognised from the columns")
+    columns: dict[str, str] | None = Field(
+        None, description="column of the shape: column of the file, e.g. {question: problem}"
+    )
+    max_samples: Positive | None = Field(None, description="read only the first so many rows")
+
+
+def _learning_rate(known: dict[str, Any]) -> float:
+    return 1e-5 if known.get("finetuning_type") == "full" else 2e-4
+
+
+def _eval_strategy(known: dict[str, Any]) -> Literal["no", "steps", "epoch"]:
+    if known.get("eval_steps"):
+        return "steps"
+    return "epoch" if known.get("eval_dataset") or known.get("val_size") else "no"
+
+
+class TrainConfig(BaseModel):
+    """Everything `roundpipe train` can be told. Frozen; equal settings compare equal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    # model
+    model_name_or_path: str = Field(
+        min_length=1, description="folder, hub id, id@revision, GGUF file or package:NAME/FILE"
+    )
+    attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="attention code")
+    finetuning_type: Literal["lora", "full"] = Field("lora", description="what is trained")
+
+    # data
+    dataset: tuple[DatasetEntry, ...] = Field(
+        min_length=1, description="a path, or a list of {path, type, columns, max_samples}"
+    )
+    max_length: Annotated[int, Field(ge=2)] = Field(2048, description="tokens of one sample")
+    truncation: Literal["cut", "drop", "error"] = Field(
+        "cut", description="what happens to samples that are longer"
+    )
+    train_on_prompt: bool = Field(False, description="train every token, not only answers")
+    mask_history: bool = Field(False, description="train only the last answer of a conversation")
+    chat_template: str = Field(
+        "auto", min_length=1, description="auto (the model's own), chatml, a .jinja file, a model"
+    )
+    on_bad_line: Literal["stop", "skip"] = Field("stop", description="a line that is no sample")
+
+    # how long, how much at once
+    batch_size: Positive = Field(16, description="samples per optimizer step")
+    micro_batch_size: Positive | None = Field(None, description="samples per microbatch")
+    num_train_epochs: Annotated[float, Field(gt=0)] = Field(3.0, description="passes over the data")
+    max_steps: Positive | None = Field(None, description="optimizer steps; overrides epochs")
+
+    # optimizer
+    optim: Literal["adamw_torch"] = Field("adamw_torch", description="the optimizer")
+    learning_rate: Annotated[float, Field(ge=0)] = Field(
+        default_factory=_learning_rate, description="peak rate; 2e-4 for lora, 1e-5 for full"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled decay")
+    adam_beta1: Share = Field(0.9, description="decay of the first moment")
+    adam_beta2: Share = Field(0.999, description="decay of the second moment")
+    adam_epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="clip the global gradient norm; none: do not clip"
+    )
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
+        "cosine", description="how the rate falls"
+    )
+    warmup_steps: Annotated[float, Field(ge=0)] = Field(
+        0.03, description="optimizer steps; below 1 a share of all steps"
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="cosine ends at this share of the peak rate"
+    )
+    dtype: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="of weights and arithmetic; auto: fp32 on CPU, bf16 on a GPU"
+    )
+
+    # adapter
+    lora_r: Positive = Field(16, description="rank")
+    lora_alpha: Annotated[float, Field(gt=0)] = Field(
+        default_factory=lambda known: 2 * known.get("lora_r", 16), description="scale; 2 x rank"
+    )
+    lora_dropout: Share = Field(0.0, description="dropout before the adapter")
+    target_modules: str | tuple[str, ...] = Field(
+        "all-linear", description="all-linear, a list of names, or a regular expression"
+    )
+    modules_to_save: tuple[str, ...] | None = Field(
+        None, description="modules trained whole and saved with the adapter"
+    )
+    use_dora: bool = Field(False, description="decompose weights into size and direction")
+    use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
+    peft: dict[str, Any] | None = Field(None, description="any other field of peft's LoraConfig")
+
+    # evaluation
+    eval_dataset: tuple[DatasetEntry, ...] | None = Field(
+        None, description="like dataset, never trained on"
+    )
+    val_size: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="samples held out of dataset; below 1 a share"
+    )
+    eval_steps: Positive | None = Field(None, description="evaluate every so many steps")
+    eval_strategy: Literal["no", "steps", "epoch"] = Field(
+        default_factory=_eval_strategy, description="when to evaluate"
+    )
+    sample_prompts: tuple[str, ...] = Field(
+        (), description="questions answered before and after training"
+    )
+
+    # output
+    output_dir: str = Field("out", min_length=1, description="folder of the run")
+    overwrite_output_dir: bool = Field(False, description="replace what is in output_dir")
+    logging_steps: Positive = Field(1, description="log every so many steps")
+    report_to: Literal["none"] = Field("none", description="loggers besides trainer_log.jsonl")
+
+    # runtime
+    devices: int | str | tuple[int | str, ...] = Field(
+        "auto", description="auto, a number, cpu, cpu*3, cuda:0, or a list of these"
+    )
+    num_microbatch: Positive | None = Field(None, description="microbatches of a step")
+    staleness: Literal[0, 1] = Field(0, description="0: exact; 1: weights one step old")
+    recompute_grain: Literal["stage", "layer"] | None = Field(
+        None, description="how much is recomputed at once in backward"
+    )
+    device_memory_limit: float | str | tuple[float | str, ...] | None = Field(
+        None, description="20GB, a share such as 0.8, or one value a device"
+    )
+
+    # misc
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="of everything random")
+    data_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        None, description="of the order of the data; none: seed"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_means_default(cls, given: Any) -> Any:
+        """Drop nulls, save where none is itself a setting; a bare false asks for nothing either."""
+        if not isinstance(given, dict):
+            return given
+        values: dict[str, Any] = {}
+        for key, value in given.items():
+            field = cls.model_fields.get(key)
+            is_switch = field is None or field.annotation is bool or key == "eval_strategy"
+            if field is not None and value is True and not is_switch:
+                raise ValueError(f"{key}: true is no value\nhint: {key}: {field.description}")
+            if key == "max_grad_norm" and (value is None or value is False):
+                values[key] = None
+            elif value is not None and (value is not False or is_switch):
+                values[key] = value
+        return values
+
+    @field_validator("dataset", "eval_dataset", mode="before")
+    @classmethod
+    def _entries(cls, given: Any) -> Any:
+        """A path stands for an entry, one entry for a list of one."""
+        entries = given if isinstance(given, list | tuple) else [given]
+        return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
+
+    @field_validator("modules_to_save", "sample_prompts", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
+
+    @field_validator("max_steps", mode="before")
+    @classmethod
+    def _minus_one_is_none(cls, given: Any) -> Any:
+        return None if given == -1 else given
+
+    @field_validator("eval_strategy", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, given: Any) -> Any:
+        """YAML reads a bare no as false."""
+        return "no" if given is False else given
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _devices_well_formed(cls, given: Any) -> Any:
+        if isinstance(given, str) and "," in given:
+            given = [part.strip() for part in given.split(",")]
+        if isinstance(given, int) and given < 1:
+            raise ValueError(f"not a number of devices: {given}\nhint: devices=auto")
+        names = given if isinstance(given, list | tuple) else [given]
+        if not names:
+            raise ValueError("no device is named: []\nhint: devices=auto")
+        for name in names:
+            if not isinstance(name, int) and not _DEVICE.fullmatch(str(name)):
+                raise ValueError(
+                    f"not a device: {name}\nhint: devices=auto, devices=cpu, devices=cpu*2 "
+                    "or devices=[cuda:0, cuda:1]"
+                )
+        return given
+
+    @field_validator("device_memory_limit")
+    @classmethod
+    def _memory_well_formed(cls, given: Any) -> Any:
+        for limit in given if isinstance(given, tuple) else (given,):
+            good = _MEMORY.fullmatch(limit.strip()) if isinstance(limit, str) else limit > 0
+            if not good:
+                raise ValueError(f"not an amount of memory: {limit}\nhint: 20GB, or a share 0.8")
+        return given
+
+    @field_validator("warmup_steps", "val_size")
+    @classmethod
+    def _whole_from_one(cls, given: float | None) -> float | None:
+        if given is not None and given >= 1 and given != int(given):
+            raise ValueError(f"neither a share below 1 nor a whole number: {given}")
+        return given
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        for problem in _contradictions(self):
+            raise ValueError(problem)
+        return self
+
+
+def _contradictions(config: TrainConfig) -> list[str]:
+    """What two settings of one config say against each other, each with a way out."""
+    has_eval = config.eval_dataset is not None or config.val_size is not None
+    rules = (
+        (
+            config.eval_dataset is not None and config.val_size is not None,
+            "eval_dataset and val_size are both given\nhint: leave one of them out",
+        ),
+        (
+            config.eval_strategy != "no" and not has_eval,
+            f"eval_strategy: {config.eval_strategy}, but there is no data to evaluate on"
+            "\nhint: val_size=0.1, or eval_dataset=FILE.jsonl",
+        ),
+        (
+            config.eval_strategy == "steps" and config.eval_steps is None,
+            "eval_strategy: steps, but not how many\nhint: eval_steps=50",
+        ),
+        (
+            config.min_lr_ratio is not None and config.lr_scheduler_type != "cosine",
+            f"min_lr_ratio needs a cosine schedule, not: {config.lr_scheduler_type}"
+            "\nhint: lr_scheduler_type=cosine",
+        ),
+        (
+            config.train_on_prompt and config.mask_history,
+            "train_on_prompt and mask_history ask for opposite things\nhint: leave one of them out",
+        ),
+        (
+            config.micro_batch_size is not None
+            and config.num_microbatch is not None
+            and -(-config.batch_size // config.micro_batch_size) != config.num_microbatch,
+            f"batch_size: {config.batch_size} is not num_microbatch: {config.num_microbatch} "
+            f"microbatches of micro_batch_size: {config.micro_batch_size}"
+            "\nhint: leave one of them out",
+        ),
+    )
+    return [problem for broken, problem in rules if broken]

@@ -1,0 +1,146 @@
+"""From a command line and a YAML file to a mapping of keys to values; no key is judged here.
+
+YAML 1.1 is read as people mean it: ``1e-4`` is a number, ``none`` and ``None`` are null, a key
+given twice is an error. On the command line a value is YAML too, but one that opens no bracket and
+no quote is a plain scalar as it stands, so ``sample_prompts=What is this: a test #1`` is a string.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from roundpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+# The resolver only matches from the front, so the end is part of each pattern.
+_FLOAT = re.compile(
+    r"(?:[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+)
+_NULL = re.compile(r"(?:~|null|Null|NULL|none|None|NONE|)\Z")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with our numbers, our nulls, and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key given twice: {key.value}", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_REPLACED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:null", "tag:yaml.org,2002:timestamp"}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if tag not in _REPLACED]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
+
+
+def parse_value(text: str) -> Any:
+    """The value that ``text`` on a command line means. Raises ConfigError on broken YAML."""
+    if not text.lstrip().startswith(("[", "{", '"', "'")):
+        loader = _Loader("")
+        tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))  # type: ignore[no-untyped-call]
+        scalar = loader.construct_object(yaml.ScalarNode(tag, text.strip()))
+        return text if isinstance(scalar, str) else scalar
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as problem:
+        raise ConfigError(
+            f"not a YAML value: {text}\nhint: {_where(problem)}; quote it for the shell"
+        ) from problem
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Every key of the config file ``path``, dashes as underscores. Raises ConfigError."""
+    file = Path(path)
+    try:
+        data = yaml.load(file.read_bytes(), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"no such config file: {path}\nhint: {near_file(file)}") from None
+    except OSError as problem:
+        raise ConfigError(
+            f"cannot read config file: {path}: {(problem.strerror or 'error').lower()}"
+            "\nhint: give a YAML file, or keys only: model=… dataset=…"
+        ) from problem
+    except (yaml.YAMLError, UnicodeError) as problem:
+        raise ConfigError(f"broken YAML: {path}\nhint: {_where(problem)}") from problem
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"not a config: {path} holds a {type(data).__name__}\nhint: one `key: value` a line"
+        )
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+def parse_argv(
+    argv: Sequence[str], *, known: Collection[str] = ()
+) -> tuple[str | None, dict[str, Any]]:
+    """Split a command line into the config file, if any, and the values of its keys.
+
+    ``known`` holds the keys after which, in ``--flag key=value``, the flag is bare. Raises
+    ConfigError on a second file or on text that is no value.
+    """
+    file: str | None = None
+    values: dict[str, Any] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        dashed = word.startswith("--")
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not _KEY.fullmatch(name) or not (dashed or equals):
+            if word.startswith("-"):
+                raise ConfigError(f"not an option: {word}\nhint: key=value, or --key value")
+            if file is not None:
+                raise ConfigError(
+                    f"two config files: {file} and {word}\nhint: settings are given as key=value"
+                )
+            file = word
+            continue
+        if not equals:
+            bare = not words or words[0].startswith("--") or _is_setting(words[0], known)
+            text = "true" if bare else words.pop(0)
+        key = name.replace("-", "_")
+        if key == "config" and dashed:
+            words.insert(0, text)
+        else:
+            values[key] = parse_value(text)
+    return file, values
+
+
+def near_file(path: Path) -> str:
+    """A hint for a file that is not there: its nearest neighbour, or where we looked."""
+    folder = path.parent
+    if folder.is_dir():
+        names = sorted(entry.name for entry in folder.iterdir())
+        for name in difflib.get_close_matches(path.name, names, n=1):
+            return str(folder / name)
+        return f"paths are relative to {Path.cwd()}" if not path.is_absolute() else "check the path"
+    return f"there is no folder {folder} (paths are relative to {Path.cwd()})"
+
+
+def _is_setting(word: str, known: Collection[str]) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.replace("-", "_") in known
+
+
+def _where(problem: Exception) -> str:
+    mark = getattr(problem, "problem_mark", None)
+    text = getattr(problem, "problem", None) or str(problem).splitlines()[0]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {text}" if mark else text

@@ -1,0 +1,47 @@
+"""The last pass: what the optimizer does on the host beside all else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roundpipe.plan.actions import Action, Op
+from roundpipe.plan.draft import Draft, Options
+
+if TYPE_CHECKING:
+    from roundpipe.plan.schedule import Schedule
+
+
+def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedule:
+    """On the host: each layer's norm as its gradient completes, then all updates, front first.
+
+    The host stream runs in order, so the first update comes after the last norm: the step commits
+    there or not at all. At staleness 1 a layer is published (the update of the step before) once
+    this step has read its old weights for the last time.
+    """
+    draft = Draft.of(base, None)
+    uploads: dict[int, list[Action]] = {}
+    for _name, action in base.actions():
+        if action.op is Op.UPLOAD:
+            for owner in base.owners[action]:
+                uploads.setdefault(owner, []).append(action)
+    gives = _last_givers(base)
+    trained = sorted(gives, key=lambda owner: (gives[owner].index, -owner))
+    for owner in trained:
+        if options.staleness:
+            draft.put("host", Action(Op.PUBLISH, owner), uploads[owner])
+        draft.put("host", Action(Op.NORM, owner), [gives[owner]])
+    for owner in sorted(trained):
+        draft.put("host", Action(Op.UPDATE, owner))
+    return draft.done(staleness=options.staleness)
+
+
+def _last_givers(base: Schedule) -> dict[int, Action]:
+    """For each owner, the action after which its gradient is whole: of the last visit with some."""
+    gives: dict[int, Action] = {}
+    for _name, action in base.actions():
+        is_last_chunk = action.chunk == base.chunks.get((Op.DOWNLOAD, action.index), 0) - 1
+        if action.op is Op.MERGE or (action.op is Op.DOWNLOAD and is_last_chunk):
+            for owner in base.owners[action]:
+                if owner not in gives or gives[owner].index < action.index:
+                    gives[owner] = action
+    return gives

@@ -1,0 +1,135 @@
+"""Chooses plans for a model and lowers them to programs; keeps both.
+
+A plan is chosen from sizes at first and once more from what was measured: the number of microbatches
+never changes, so neither do the results. A program is kept for each start device, because the deal
+goes on from step to step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roundpipe.engine.measure import costs_from_sizes, measured
+from roundpipe.engine.program import Program
+from roundpipe.plan.check import check
+from roundpipe.plan.generators import forward_only, round_robin
+from roundpipe.plan.passes import Options, lower_chain
+from roundpipe.sim.search import Plan, Setting, choose, given
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roundpipe.config import ModelExecutePlan
+    from roundpipe.engine.run import Run
+    from roundpipe.models.spec import ModelSpec
+    from roundpipe.plan.partition import Partition
+    from roundpipe.plan.schedule import Schedule
+    from roundpipe.store.layer import HostLayer
+
+logger = logging.getLogger(__name__)
+
+_CPU_COPY_SECONDS_PER_BYTE = 1e-10  # on the CPU a copy takes a core's time from computing
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides a training step's schedule, the start device apart."""
+
+    plan: Plan
+    num_microbatches: int
+    staleness: int = 0
+    accumulate: bool = False
+
+
+class Planner:
+    """See the module docstring. ``schedule`` is a name that ``roundpipe.sim.search`` knows."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Sequence[HostLayer],
+        *,
+        num_devices: int,
+        schedule: str,
+        memory_limit: int | None,
+        on_cpu: bool,
+    ) -> None:
+        self._spec, self._layers = spec, layers
+        self._num_devices, self._schedule = num_devices, schedule
+        self._memory_limit, self._on_cpu = memory_limit, on_cpu
+        self._plans: dict[tuple[int, Partition | None], Plan] = {}
+        self._programs: dict[tuple[object, int], Program] = {}
+        self.costs = costs_from_sizes(spec, layers)
+        choose(self._setting(1), schedule)  # an unknown name or a layer that cannot fit: now
+
+    def restart(self) -> None:
+        """Begin from sizes again: what is trained has changed."""
+        self.costs = costs_from_sizes(self._spec, self._layers)
+        self._plans.clear()
+        self._programs.clear()
+
+    def learn(self, run: Run) -> None:
+        """Plan anew from the times of ``run``, on devices that compute where they issue."""
+        if self._on_cpu:
+            self.costs = measured(self.costs, run)
+            self._plans.clear()
+            self._programs.clear()
+
+    def plan(self, num_microbatches: int, by_hand: ModelExecutePlan | None) -> Plan:
+        """The plan for so many microbatches, chosen now or before."""
+        partition = by_hand.partition() if by_hand is not None else None
+        key = (num_microbatches, partition)
+        if key not in self._plans:
+            setting = self._setting(num_microbatches)
+            plan = choose(setting, self._schedule) if partition is None else given(setting, partition)
+            self._plans[key] = plan
+            logger.info("plan: %s", plan)
+        return self._plans[key]
+
+    def training(self, kind: Kind, start_device: int) -> Program:
+        """The program of one step of ``kind`` dealt from ``start_device`` on."""
+        key = (kind, start_device)
+        if key not in self._programs:
+            computation = round_robin(
+                kind.plan.partition,
+                self.costs,
+                devices=self._num_devices,
+                microbatches=kind.num_microbatches,
+                start_device=start_device,
+                replicas=kind.plan.replicas,
+            )
+            self._programs[key] = self._lowered(computation, kind.staleness, kind.accumulate)
+        return self._programs[key]
+
+    def forward(self, num_microbatches: int, start_device: int) -> Program:
+        """The program of one pass without gradient."""
+        key = (num_microbatches, start_device)
+        if key not in self._programs:
+            computation = forward_only(
+                self.plan(num_microbatches, None).forward,
+                devices=self._num_devices,
+                microbatches=num_microbatches,
+                start_device=start_device,
+            )
+            self._programs[key] = self._lowered(computation, 0, accumulate=True)
+        return self._programs[key]
+
+    def _lowered(self, computation: Schedule, staleness: int, accumulate: bool) -> Program:  # noqa: FBT001
+        """Lower and check; a step that follows nothing of its kind waits for nothing before it."""
+        options = Options(costs=self.costs, staleness=staleness, accumulate=accumulate)
+        chain = lower_chain(computation, options)
+        check(chain)
+        return Program(chain[-1])
+
+    def _setting(self, num_microbatches: int) -> Setting:
+        return Setting(
+            costs=self.costs,
+            devices=self._num_devices,
+            microbatches=num_microbatches,
+            memory_limit=self._memory_limit,
+            copy_seconds_per_byte=_CPU_COPY_SECONDS_PER_BYTE if self._on_cpu else 0.0,
+        )
+
+

@@ -1,0 +1,526 @@
+"""`RoundPipe`: the object users hold. It joins the parts and adds no mechanism of its own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.engine.call import ask_training
+from roundpipe.engine.caller import CallerState
+from roundpipe.engine.engine import Engine
+from roundpipe.engine.microbatch import merge, split
+from roundpipe.engine.pool import DevicePool
+from roundpipe.engine.run import Call, Run
+from roundpipe.engine.updates import StepResult, Update
+from roundpipe.errors import ConfigError, ModelError, RoundPipeError
+from roundpipe.models.choose import spec_for
+from roundpipe.optim.host import HostOptimizer
+from roundpipe.planner import Kind, Planner
+from roundpipe.store.build import build_store, relayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roundpipe.engine.microbatch import Microbatch
+    from roundpipe.plan.timeline import Span
+    from roundpipe.sim.search import Plan
+
+logger = logging.getLogger(__name__)
+
+_OWNER = "_roundpipe_owner"  # on the user's module: a weak reference to what wraps it
+_RUNS_BEFORE_MEASURED_PLAN = 2
+_REMEMBERED_RUNS = 32  # whose spans the timeline shows
+
+
+class RoundPipe(nn.Module):
+    """Train a model whose weights, gradients and optimizer state stay in host memory.
+
+    ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split by
+    structure, wrapped in ``peft`` or not), or any other module (one layer), on the CPU. Its tensors
+    move into host segments; it must not be run or changed by hand afterwards.
+
+    ``devices``: ``"auto"`` (every GPU, else one CPU device), a number, ``"cuda:0"``, ``"cpu*3"`` or a
+    list of these; ``pool``: a ``DevicePool`` in place of it. ``optim_dtype``: of master weights and
+    moments; None is fp32 for 16-bit parameters. ``schedule``: ``"auto"``, ``"round_robin"`` or
+    ``"hybrid"`` (see ``roundpipe.sim.search.choose``). ``loss_reduction``: ``"sum"``, ``"mean"`` or
+    ``"token_mean"``; see ``forward_backward``. ``seed``: of dropout and the like; None takes torch's.
+    ``stall_seconds``: how long nothing may finish before a step is given up.
+
+    Raises ModelError for a model that cannot be split exactly and DeviceError for a device that
+    cannot be used. ``close`` or ``with`` ends it; wrapping a module again closes the first wrapper.
+    """
+
+    def __init__(  # noqa: PLR0913 - the published signature
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        pin_model: str = "alloc",
+        *,
+        devices: Any = "auto",
+        pool: DevicePool | None = None,
+        schedule: str = "auto",
+        loss_reduction: str | None = None,
+        device_memory_limit: int | None = None,
+        seed: int | None = None,
+        stall_seconds: float = 600.0,
+    ) -> None:
+        super().__init__()
+        if isinstance(model, RoundPipe):
+            raise ModelError("the model is wrapped already\nhint: use it as it is")
+        if pin_model not in ("alloc", "register", "off"):
+            raise ConfigError(f"pin_model must be 'alloc', 'register' or 'off': {pin_model!r}")
+        _close_owner(model)
+        object.__setattr__(model, _OWNER, weakref.ref(self))
+        self.model = model
+        self.name = name or type(model).__name__
+        self._config = model_run_config
+        self._spec = spec_for(model)
+        self._pool = pool or DevicePool(devices)
+        self._layers = build_store(
+            [layer.tensors for layer in self._spec.layers],
+            names=[layer.name for layer in self._spec.layers],
+            optim_dtype=optim_dtype,
+        )
+        self._engine = Engine(self._pool, self._spec, self._layers, stall_seconds=stall_seconds)
+        self._planner = Planner(
+            self._spec,
+            self._layers,
+            num_devices=len(self._pool.devices),
+            schedule=schedule,
+            memory_limit=device_memory_limit,
+            on_cpu=all(device.torch_device.type == "cpu" for device in self._pool.devices),
+        )
+        self._reduction, self._seed = loss_reduction, seed
+        self._kind: Kind | None = None
+        self._last: Run | None = None  # the training run that the next one may follow
+        self._calls: list[Run] = []  # of the step that is being made
+        self._divisor: int | None = None  # what its losses were divided by
+        self._tokens: list[int] = []
+        self._staleness = 0
+        self._num_calls = itertools.count()
+        self._num_steps = 0  # of this plan
+        self._remembered: deque[Run] = deque(maxlen=_REMEMBERED_RUNS)
+        self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = weakref.WeakKeyDictionary()
+        self._closer = weakref.finalize(self, _close, self._engine, None if pool else self._pool)
+
+    # ---- calls
+
+    def forward_backward(  # noqa: PLR0913 - the published signature
+        self,
+        input_args: Sequence[Any] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002
+        run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    ) -> Any:
+        """Run forward and backward of one batch; gradients add up on the host until ``step``.
+
+        ``loss_fn(outputs, labels)`` returns one microbatch's loss; without it a causal LM's own loss
+        is used, ``labels`` among ``input_kwargs``. Losses are summed where ``num_microbatch`` is
+        given, else averaged by samples; a causal LM's own loss is the mean over the trained tokens of
+        the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or (loss, outputs).
+
+        Blocks until every microbatch's loss is on the host; backward goes on. Raises StepError if
+        an action failed, of this step or of one before: then the state is that of the last
+        committed step.
+        """
+        self._ready()
+        config = run_config.over(self._config)
+        kwargs = dict(input_kwargs or {})
+        asked = ask_training(
+            input_args,
+            kwargs,
+            label,
+            loss_fn,
+            num_microbatch=config.num_microbatch,
+            reduction=self._reduction,
+            divisor=self._divisor if self._calls else None,
+            computes_loss=self._spec.computes_loss,
+        )
+        call = self._call(
+            asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs
+        )
+        run = self._start_training(call, config)
+        self._engine.wait_results(run)
+        if asked.tokens is not None:
+            self._divisor = asked.divisor
+            self._tokens.append(asked.tokens)
+        loss = asked.reported(_sum(run.losses))
+        loss = loss.to(config.output_device or "cpu")
+        if not return_outputs:
+            return loss
+        return loss, self._joined(run, config)
+
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model without gradient and return what it returns for the whole batch.
+
+        Waits for everything before it and uses the newest weights. A causal LM's loss, given
+        ``labels``, is the mean over the batch's trained tokens. Raises ConfigError where gradients
+        would be expected: use ``torch.no_grad()``, or ``forward_backward`` to train.
+        """
+        self._ready()
+        config = roundpipe_run_config.over(self._config)
+        if torch.is_grad_enabled() and config.requires_grad is not False and self._trains():
+            raise ConfigError(
+                "forward() with gradient is not supported yet\n"
+                "hint: wrap it in torch.no_grad(), or train with forward_backward(...)"
+            )
+        self.synchronize()
+        labels = kwargs.get("labels")
+        if self._spec.computes_loss and labels is not None and "num_items_in_batch" not in kwargs:
+            asked = ask_training(
+                args,
+                kwargs,
+                None,
+                None,
+                num_microbatch=config.num_microbatch,
+                reduction="token_mean",
+                divisor=None,
+                computes_loss=True,
+            )
+            parts = asked.microbatches
+        else:
+            parts = split(args, kwargs, None, config.num_microbatch)
+        call = self._call(parts, config, newest=self._staleness == 1)
+        self._last = None
+        self._sync_mode()
+        run = self._engine.start(self._planner.forward(len(parts), 0), call, follows=False)
+        self._engine.wait_results(run)
+        self._engine.drain()
+        if labels is not None and self._spec.computes_loss:
+            _put_whole_loss(run.outputs)
+        return self._joined(run, config)
+
+    def step(
+        self,
+        step_fn_or_optimizer: Any,
+        is_async: bool = False,  # noqa: FBT001, FBT002 - the published signature
+        *args: Any,
+        max_grad_norm: float | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Update the weights with the gradients of the calls since the last step, and clear them.
+
+        An optimizer over ``optim_parameters()``: ``roundpipe.optim.AdamW`` updates layer by layer,
+        the layers that the next step needs first being first; any other ``torch.optim`` optimizer
+        as a whole. ``max_grad_norm`` clips the global norm. ``is_async``: the next call still uses
+        the weights of this one (staleness 1). A step whose norm is not finite is skipped.
+
+        Returns at once; reading a field of the result waits. A function is called with ``*args``
+        when all gradients are on the host, in ``.grad`` of ``optim_parameters()``.
+        """
+        self._ready()
+        if not self._calls:
+            raise ConfigError("nothing to step with\nhint: call forward_backward(...) first")
+        if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
+            return self._step_by_function(step_fn_or_optimizer, args, kwargs, max_grad_norm)
+        host = self._optimizers.get(step_fn_or_optimizer)
+        if host is None:
+            host = HostOptimizer(step_fn_or_optimizer, self._layers)
+            self._optimizers[step_fn_or_optimizer] = host
+        if is_async:
+            for layer in self._layers:
+                layer.split_masters()
+        update = Update(
+            self._layers,
+            host.begin(),
+            max_norm=max_grad_norm,
+            scale=self._token_scale(),
+            publish=not is_async,
+        )
+        self._engine.step(self._calls[-1], update)
+        self._staleness = int(is_async)
+        self._end_step()
+        return StepResult(update, self._engine)
+
+    def synchronize(self) -> None:
+        """Block until nothing is under way; raises what failed since the last call."""
+        self._engine.raise_failure()
+        self._engine.drain()
+        self._follow_requires_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002
+        """Forget the gradients of the calls since the last step."""
+        self.synchronize()
+        for layer in self._layers:
+            layer.clear_gradients()
+        self._calls.clear()
+        self._forget_tokens()
+
+    def close(self) -> None:
+        """Finish what is under way, publish the newest weights and free devices and threads.
+
+        The wrapped module stays usable, with the newest weights. Idempotent.
+        """
+        if not self._closer.alive:
+            return
+        try:
+            self._engine.drain()
+        except RoundPipeError:
+            logger.exception("closing %s", self.name)
+        for layer in self._layers:
+            layer.publish()
+        self._closer()
+        if hasattr(self.model, _OWNER):
+            object.__delattr__(self.model, _OWNER)
+
+    def __enter__(self) -> RoundPipe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- weights
+
+    def optim_parameters(self) -> list[nn.Parameter]:
+        """The master weights, for an optimizer."""
+        return [parameter for _, parameter in self.optim_named_parameters()]
+
+    def optim_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The master weights by the names they have in the model."""
+        for layer in self._layers:
+            yield from layer.masters.items()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the calls since the last step, by name; blocks until they are complete.
+
+        Views of host memory in the working dtype, or fp32 where several calls or visits add up.
+        Parameters that got none are left out.
+        """
+        self.synchronize()
+        found: dict[str, Tensor] = {}
+        for layer in self._layers:
+            for name in layer.trainable:
+                gradient = layer.gradient(name)
+                if gradient is not None:
+                    found[name] = gradient
+        return found
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The newest weights by the model's own names, in its dtypes; blocks until they are made."""
+        self.synchronize()
+        state: dict[str, Any] = self.model.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        names = {
+            alias: name
+            for layer in self._layers
+            for name in layer.trainable
+            for alias in self._aliases(layer.tensors[name])
+        }
+        owner = {name: layer for layer in self._layers for name in layer.trainable}
+        newest = {name: layer.newest(name).detach().clone() for name, layer in owner.items()}
+        for alias, name in names.items():
+            if prefix + alias in state:
+                state[prefix + alias] = newest[name]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002, E501
+        """Load weights by the model's own names; masters follow."""
+        if assign:
+            raise ConfigError("assign=True would take the weights out of their segments\nhint: leave it out")
+        self.synchronize()
+        result = self.model.load_state_dict(state_dict, strict=strict)
+        for layer in self._layers:
+            layer.reload_masters()
+        return result
+
+    def _aliases(self, tensor: Tensor) -> list[str]:
+        found = self.__dict__.setdefault("_alias_cache", {})
+        if not found:
+            for alias, each in self.model.named_parameters(remove_duplicate=False):
+                found.setdefault(id(each), []).append(alias)
+        return list(found.get(id(tensor), ()))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The working weights by the model's own names."""
+        return self.model.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers by the model's own names."""
+        return self.model.named_buffers(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> RoundPipe:  # noqa: FBT001, FBT002 - torch's signature
+        """Set training or evaluation mode; waits for what is under way in the other."""
+        if "_engine" in self.__dict__ and mode != self.training:
+            self.synchronize()
+        self.training = mode
+        self.model.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: ARG002, FBT001, FBT002
+        raise ConfigError(
+            "the weights stay where RoundPipe keeps them: .to(), .cuda(), .half() and the like would "
+            "move or cast them behind its back\nhint: cast the model before wrapping it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a RoundPipe cannot be pickled\nhint: save state_dict() instead")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "model" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self.model, name)
+
+    # ---- what was chosen and what ran
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last training call, with the reason; None before the first."""
+        return self._kind.plan if self._kind is not None else None
+
+    @property
+    def timeline(self) -> list[Span]:
+        """What ran when on the compute streams, of the runs that are still remembered."""
+        return [span for run in self._remembered for span in run.spans()]
+
+    # ---- inside
+
+    def _ready(self) -> None:
+        if not self._closer.alive:
+            raise ConfigError(f"{self.name} is closed\nhint: wrap the model again")
+        try:
+            self._engine.raise_failure()
+        except BaseException:
+            self._after_failure()
+            raise
+        changed = self._spec.changed_since_wrapping()
+        if changed is not None:
+            raise ModelError(
+                f"the module was changed after it was wrapped: {changed}\n"
+                "hint: close() the RoundPipe, change the module, wrap it again"
+            )
+
+    def _after_failure(self) -> None:
+        self._calls.clear()
+        self._last = None
+        self._forget_tokens()
+
+    def _trains(self) -> bool:
+        return any(layer.trainable for layer in self._layers)
+
+    def _follow_requires_grad(self) -> None:
+        if relayout(self._layers):
+            for model in self._engine.models:
+                model.forget_shells()
+            self._planner.restart()
+            self._num_steps = 0
+            self._last = None
+
+    def _call(self, parts: Sequence[Any], config: RoundPipeRunConfig, **more: Any) -> Call:
+        return Call(
+            microbatches=parts,
+            caller=CallerState.capture(),
+            seed=torch.initial_seed() if self._seed is None else self._seed,
+            step=next(self._num_calls),
+            recompute_by_layer=config.recompute_grain == "layer",
+            **more,
+        )
+
+    def _start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
+        if self._calls:  # a further call of the same step: added to what is on the host
+            self._engine.drain()
+        elif self._num_steps == _RUNS_BEFORE_MEASURED_PLAN and self._last is not None:
+            self._engine.drain()
+            self._planner.learn(self._last)
+        plan = self._planner.plan(len(call.microbatches), config.execute_plan)
+        kind = Kind(plan, len(call.microbatches), self._staleness, accumulate=bool(self._calls))
+        follows = self._last is not None and kind == self._kind and not self._calls
+        schedule = self._last.program.schedule if follows and self._last is not None else None
+        program = self._planner.training(kind, schedule.next_start_device if schedule else 0)
+        if not follows:
+            self._engine.drain()
+            self._sync_mode()
+        run = self._engine.start(program, call, follows=follows)
+        self._kind = kind
+        self._calls.append(run)
+        self._remembered.append(run)
+        return run
+
+    def _sync_mode(self) -> None:
+        """Let shells follow ``train()`` and ``eval()``, also of submodules; nothing is under way."""
+        for model in self._engine.models:
+            model.sync_mode()
+        self._engine.draws.forget()
+
+    def _end_step(self) -> None:
+        self._last = self._calls[-1] if len(self._calls) == 1 else None
+        self._num_steps += 1
+        self._calls.clear()
+        self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
+        self._divisor = None
+        self._tokens.clear()
+
+    def _token_scale(self) -> float:
+        """What turns gradients divided by the first call's tokens into ones divided by all."""
+        total = sum(self._tokens)
+        return 1.0 if not total or len(self._tokens) == 1 else (self._divisor or total) / total
+
+    def _step_by_function(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, max_grad_norm: float | None
+    ) -> StepResult:
+        """Everything by hand: gradients into ``.grad`` of the masters, call, publish."""
+        self._engine.drain()
+        result = StepResult.by_hand(
+            self._layers, self._token_scale(), max_grad_norm, lambda: function(*args, **kwargs)
+        )
+        self._staleness = 0
+        self._end_step()
+        self._last = None
+        return result
+
+    def _joined(self, run: Run, config: RoundPipeRunConfig) -> Any:
+        outputs = run.outputs if config.merge_output is False else merge(run.outputs)
+        if config.output_device is None:
+            return outputs
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
+
+
+def _sum(losses: Sequence[Tensor | None]) -> Tensor:
+    total = None
+    for loss in losses:
+        assert loss is not None
+        total = loss if total is None else total + loss
+    assert total is not None
+    return total
+
+
+def _put_whole_loss(outputs: Sequence[Any]) -> None:
+    """Each microbatch's loss is a share of the whole: let the first stand for their sum."""
+    outputs[0].loss = _sum([output.loss for output in outputs])
+
+
+def _close_owner(model: nn.Module) -> None:
+    """Close what wraps ``model`` already: running a notebook cell twice frees the first instance."""
+    reference = getattr(model, _OWNER, None)
+    owner = reference() if reference is not None else None
+    if owner is not None:
+        owner.close()
+
+
+def _close(engine: Engine, pool: DevicePool | None) -> None:
+    engine.close()
+    if pool is not None:
+        pool.close()

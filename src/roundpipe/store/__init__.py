@@ -1,0 +1,1 @@
+"""Where a layer's tensors live on the host between steps."""

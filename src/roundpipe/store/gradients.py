@@ -1,0 +1,118 @@
+"""The gradients of one layer on the host, from their arrival until the optimizer has read them.
+
+Two policies. A layer with one backward visit per step downloads its finished gradient in the
+working dtype. A layer with several (rounds, calls, a replicated stage, a parameter that two layers
+read) gets *partial sums* in fp32 and adds them here, in fp32: 256 tiny bf16 contributions added in
+bf16 would vanish. A name that is not in `received` has no gradient this step; what its bytes hold
+then means nothing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from roundpipe.store.segment import Layout, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+
+class GradientState(Enum):
+    """Where a layer's gradients are in their step. Clearing leads back from any state."""
+
+    EMPTY = "nothing has arrived in this step"
+    FILLING = "some parameters have a gradient, more may arrive"
+    TAKEN = "the optimizer reads them: nothing may arrive before they are cleared"
+
+
+def partial_sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of a ``dtype`` parameter add up: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Gradients:
+    """A segment over a layer's trainable parameters, allocated when first needed.
+
+    Calls for one layer are ordered by the schedule; adding in visit order gives the same bits
+    every time.
+    """
+
+    def __init__(self, trainable: Layout) -> None:
+        self.state = GradientState.EMPTY
+        self.received: set[str] = set()
+        self.segment: Segment | None = None
+        self._layouts = {
+            False: trainable,
+            True: Layout.of((n, shape, partial_sum_dtype(d)) for n, shape, d in trainable.entries),
+        }
+
+    def layout(self, *, partial_sums: bool) -> Layout:
+        """Where gradients lie: in fp32 if they arrive as partial sums, else in working dtype."""
+        return self._layouts[partial_sums]
+
+    def allocate(self, *, partial_sums: bool) -> Segment:
+        """The segment to download into, made or made anew if the policy changed.
+
+        Gradients already received are kept: widened to fp32 where partial sums now follow; never
+        narrowed (the segment then keeps the partial sums' layout: look at ``segment.layout``).
+        """
+        old, layout = self.segment, self._layouts[partial_sums]
+        if old is not None and (old.layout == layout or (self.received and not partial_sums)):
+            return old
+        self.segment = Segment(layout)
+        for name in self.received:
+            assert old is not None, f"received without a segment: {name}"
+            self.segment.views[name].copy_(old.views[name])
+        return self.segment
+
+    def mark_received(self, names: Iterable[str]) -> None:
+        """Note that the gradients of ``names`` have been downloaded straight into the segment."""
+        self._assert_open()
+        self.received.update(names)
+        if self.received:
+            self.state = GradientState.FILLING
+
+    def add_(self, name: str, partial: Tensor) -> None:
+        """Add one visit's fp32 partial sum: the first of a step is copied, later ones are added."""
+        self._assert_open()
+        total = self.allocate(partial_sums=True).views[name]
+        if name in self.received:
+            total.add_(partial)
+        else:
+            total.copy_(partial)
+        self.mark_received((name,))
+
+    def take(self) -> dict[str, Tensor]:
+        """Views of what arrived, in layout order; from now on nothing may arrive."""
+        self.state = GradientState.TAKEN
+        if self.segment is None:
+            return {}
+        return {n: view for n, view in self.segment.views.items() if n in self.received}
+
+    def clear(self) -> None:
+        """Forget this step's gradients; the memory is kept for the next."""
+        self.received.clear()
+        self.state = GradientState.EMPTY
+
+    def relaid(self, trainable: Layout) -> Gradients:
+        """These gradients over a changed set of parameters; what arrived for others is dropped."""
+        fresh = Gradients(trainable)
+        kept = [name for name in trainable.names if name in self.received]
+        if self.segment is None or not kept:
+            return fresh
+        wide = self.segment.layout == self._layouts[True]
+        segment = fresh.allocate(partial_sums=wide)
+        for name in kept:
+            segment.views[name].copy_(self.segment.views[name])
+        fresh.mark_received(kept)
+        fresh.state = self.state
+        return fresh
+
+    def _assert_open(self) -> None:
+        """Order rule 4: step k+1's gradients are not written before step k's were taken."""
+        assert self.state is not GradientState.TAKEN, f"gradients are taken: {self.received}"

@@ -1,0 +1,138 @@
+"""Rules about the tree itself."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src"
+FILES = sorted(SRC.rglob("*.py"))
+OUR_CODE = [
+    *FILES,
+    *(
+        path
+        for folder in ("tests", "benchmarks", "scripts", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ),
+]
+PAPERS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+# Put together here so that this file does not hold what it forbids.
+PLACES = re.compile("/" + "work/|/" + "tmp/|/" + "opt/|/" + "home/|/" + "root/")
+REGISTRIES = re.compile("py" + r"pi\.org|files\.python" + r"hosted|regis" + r"try\.npm")
+PEOPLE = re.compile(r"\bsit" + r"ting\b|\bissue #?\d|\bcl" + r"aude\b|\banth" + r"ropic\b", re.I)
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys, threading, roundpipe
+for module in pkgutil.walk_packages(roundpipe.__path__, "roundpipe."):
+    importlib.import_module(module.name)
+for name in roundpipe.__all__:
+    getattr(roundpipe, name)
+assert threading.active_count() == 1, threading.enumerate()
+torch = sys.modules.get("torch")
+assert torch is None or not torch.cuda.is_initialized()
+"""
+
+HELP = """
+import sys
+from roundpipe.cli import main
+sys.argv = ["roundpipe", "--help"]
+try:
+    main()
+except SystemExit as done:
+    assert not done.code, done.code
+assert "torch" not in sys.modules
+assert "transformers" not in sys.modules
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a new interpreter for which a warning is an error."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(SRC), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_importing_everything_starts_no_thread_prints_nothing_and_touches_no_device() -> None:
+    done = run_python(IMPORT_ALL)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    done = run_python("import sys, roundpipe; dir(roundpipe); assert 'torch' not in sys.modules")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("room", ["plan", "sim"])
+def test_plan_and_sim_run_without_torch_and_threading(room: str) -> None:
+    # `threading` itself is there already: the interpreter's own modules import it.
+    done = run_python(
+        f"import sys, pkgutil, importlib, roundpipe.{room} as room\n"
+        f"for module in pkgutil.walk_packages(room.__path__, 'roundpipe.{room}.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_help_answers_without_torch() -> None:
+    start = time.perf_counter()
+    done = run_python(HELP)
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+    assert seconds < 3.0  # ten times what it may take
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_a_file_has_at_most_400_lines_and_a_function_60(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 60, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_a_module_says_what_it_is_for_and_is_named_after_it(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "no module docstring"
+    assert path.stem not in {"utils", "util", "common", "helpers", "manager", "base", "misc"}
+
+
+@pytest.mark.parametrize("path", OUR_CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_names_no_place_and_no_person(path: Path) -> None:
+    text = path.read_text()
+    for rule in (PLACES, REGISTRIES, PEOPLE):
+        assert not rule.search(text), rule.search(text)
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_papers_name_no_place_and_no_person(path: Path) -> None:
+    text = path.read_text()
+    for rule in (PLACES, REGISTRIES, PEOPLE):
+        assert not rule.search(text), rule.search(text)
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_link_in_a_paper_leads_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (path.parent / target).exists(), target
+
+
+def test_tests_lie_in_rooms_named_after_those_of_the_source() -> None:
+    rooms = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert {room for room in rooms - {"e2e"} if not (SRC / "roundpipe" / room).is_dir()} == set()
