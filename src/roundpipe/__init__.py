@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from roundpipe import optim, plan, sim
     from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
-    from roundpipe.engine.engine import StepResult
     from roundpipe.engine.pool import DevicePool
+    from roundpipe.engine.updates import StepResult
     from roundpipe.errors import (
         ConfigError,
         DataError,
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> object:
         case "DevicePool":
             room = "roundpipe.engine.pool"
         case "StepResult":
-            room = "roundpipe.engine.engine"
+            room = "roundpipe.engine.updates"
         case _ if name in __all__:
             room = "roundpipe.errors"
         case _:

@@ -100,7 +100,10 @@ class Planner:
                 start_device=start_device,
                 replicas=kind.plan.replicas,
             )
-            self._programs[key] = self._lowered(computation, kind.staleness, kind.accumulate)
+            options = Options(
+                costs=self.costs, staleness=kind.staleness, accumulate=kind.accumulate
+            )
+            self._programs[key] = self._lowered(computation, options, alone=kind.accumulate)
         return self._programs[key]
 
     def forward(self, num_microbatches: int, start_device: int) -> Program:
@@ -113,13 +116,13 @@ class Planner:
                 microbatches=num_microbatches,
                 start_device=start_device,
             )
-            self._programs[key] = self._lowered(computation, 0, accumulate=True)
+            options = Options(costs=self.costs)
+            self._programs[key] = self._lowered(computation, options, alone=True)
         return self._programs[key]
 
-    def _lowered(self, computation: Schedule, staleness: int, accumulate: bool) -> Program:  # noqa: FBT001
-        """Lower and check; a step that follows nothing of its kind waits for nothing before it."""
-        options = Options(costs=self.costs, staleness=staleness, accumulate=accumulate)
-        chain = lower_chain(computation, options)
+    def _lowered(self, computation: Schedule, options: Options, *, alone: bool = False) -> Program:
+        """Lower and check; ``alone``: nothing else is under way when it runs."""
+        chain = lower_chain(computation, options, steps=1 if alone else 3)
         check(chain)
         return Program(chain[-1])
 

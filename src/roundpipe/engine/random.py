@@ -10,6 +10,7 @@ forward and again in recompute.
 from __future__ import annotations
 
 import hashlib
+import threading
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+
+
+# The default generators belong to the process; whoever lends them a state must be alone.
+_DEFAULT_GENERATOR = threading.Lock()
 
 
 def layer_seed(seed: int, step: int, layer: int, microbatch: int) -> int:
@@ -44,29 +49,60 @@ class DrawsFrom(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            if self.generator is None:
-                self.generator = torch.Generator(self.device).manual_seed(self.seed)
-            func, kwargs = self._with_generator(func, kwargs)
-        return func(*args, **kwargs)
-
-    def _with_generator(self, func: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """``func`` with our generator, by its own argument or by the overload that has one."""
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
-            return func, kwargs  # the user brought one
-        if not _takes_generator(func):
-            name = "generator" if func._overloadname == "default" else f"generator_with_{func._overloadname}"
-            for candidate in (name, f"{func._overloadname}_generator", "generator"):
-                other = getattr(func._overloadpacket, candidate, None)
-                if other is not None and _takes_generator(other):
-                    func = other
-                    break
-            else:
-                raise NotImplementedError(
-                    f"{func} draws random numbers but takes no generator\n"
-                    "hint: draw with an operation that takes one, e.g. torch.rand or Tensor.bernoulli_"
-                )
-        return func, {**kwargs, "generator": self.generator}
+            return func(*args, **kwargs)  # the user brought one
+        if self.generator is None:
+            self.generator = torch.Generator(self.device).manual_seed(self.seed)
+        taking = _overload_with_generator(func)
+        if taking is not None:
+            return taking(*args, **kwargs, generator=self.generator)
+        return self._by_default_generator(func, args, kwargs)
+
+    def _by_default_generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that only knows its device's default generator, lent our state."""
+        assert self.generator is not None
+        default = _default_generator(self.device)
+        with _DEFAULT_GENERATOR:
+            kept = default.get_state()
+            default.set_state(self.generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.generator.set_state(default.get_state())
+                default.set_state(kept)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """False for fused attention without dropout, which is tagged as random all the same."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    generators = torch.get_device_module(device).default_generators
+    found: torch.Generator = generators[device.index or 0]
+    return found
+
+
+def _overload_with_generator(func: Any) -> Any:
+    """The operation, or the overload of it, that takes a generator; None if there is none."""
+    if _takes_generator(func):
+        return func
+    names = func._overloadpacket.overloads()
+    arguments = [argument.name for argument in func._schema.arguments]
+    for name in names:
+        other = getattr(func._overloadpacket, name)
+        others = [argument.name for argument in other._schema.arguments]
+        if _takes_generator(other) and [n for n in others if n != "generator"] == arguments:
+            return other
+    return None
 
 
 def _takes_generator(func: Any) -> bool:

@@ -6,6 +6,7 @@ fp32 masters of every trained weight, so that a second fp32 copy on the device w
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ class ParameterCounts:
     total: int
 
     def __str__(self) -> str:
-        return f"{_short(self.trained)} of {_short(self.total)} trained"
+        return f"{short_count(self.trained)} of {short_count(self.total)} trained"
 
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
@@ -49,9 +50,11 @@ def add_adapter(
     The random start depends on ``seed`` alone; the caller's random state stays as it is. Raises
     ConfigError where peft refuses the settings.
     """
-    lora = lora_config(config, source)
+    lora = lora_config(config)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # peft 0.21 asks transformers 5.24 for a name that is about to go
+            warnings.filterwarnings("ignore", category=FutureWarning)
             torch.manual_seed(seed)
             wrapped = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
@@ -60,11 +63,10 @@ def add_adapter(
     return wrapped  # type: ignore[no-any-return, unused-ignore]
 
 
-def lora_config(config: TrainConfig, source: ModelSource) -> LoraConfig:
+def lora_config(config: TrainConfig) -> LoraConfig:
     """Translate our keys to a ``LoraConfig``; ``config.peft`` passes any other field of it."""
     fields: dict[str, Any] = {
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": source.given,
         "r": config.lora_r,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
@@ -109,7 +111,8 @@ def _hint(config: TrainConfig, model: PreTrainedModel, message: str) -> str:
     return f"target_modules={config.target_modules} and the keys under peft are what peft was given"
 
 
-def _short(count: int) -> str:
+def short_count(count: int) -> str:
+    """``4.88 M``: a count in three digits."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             value = count / size

@@ -186,6 +186,7 @@ def _evaluate(job: Job, trainer: RoundPipe) -> float:
             job.dataset.eval_samples,
             batch_size=job.config.batch_size,
             pad_token_id=job.pad_token_id,
+            vocabulary=getattr(job.model.config, "vocab_size", 0),
         )
     finally:
         trainer.train()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.device.resolve import resolve_devices
-from roundpipe.finetune.adapters import ParameterCounts, add_adapter, count_parameters
+from roundpipe.finetune.adapters import ParameterCounts, add_adapter, count_parameters, short_count
 from roundpipe.finetune.data import Dataset, load_dataset, marked_sample
 from roundpipe.finetune.model import DTYPES, load_model, load_tokenizer
 from roundpipe.finetune.source import ModelSource, locate_model
@@ -52,12 +52,14 @@ class Job:
     def header(self) -> str:
         """The line that says what is trained on what, with what."""
         config, stats = self.config, self.dataset.stats
-        method = f"LoRA r={config.lora_r}" if self.is_adapter else "full fine-tuning"
+        method = f"LoRA r={config.lora_r} ({self.counts})"
+        if not self.is_adapter:
+            method = f"full fine-tuning ({short_count(self.counts.total)})"
         kinds = Counter(device.torch_device.type for device in self.devices)
         return " · ".join(
             (
                 self.source.name,
-                f"{method} ({self.counts})",
+                method,
                 f"{stats.samples:,} samples, {stats.tokens:,} tokens, "
                 f"{stats.trained_share * 100:.0f} % trained",
                 " + ".join(f"{count} \u00d7 {kind}" for kind, count in kinds.items()),

@@ -180,4 +180,6 @@ def clock(seconds: float) -> str:
 
 def short_number(value: float) -> str:
     """``8.0e-5``: the exponent without leading zeros."""
+    if value == 0:
+        return "0"
     return re.sub(r"e([+-])0+(?=\d)", r"e\1", f"{value:.1e}")

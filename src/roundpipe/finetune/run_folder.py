@@ -86,7 +86,8 @@ class RunFolder:
         names = _RESULTS if replace else (LOG_FILE, "run.log")
         for path in [path for name in names for path in self.path.glob(name)]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_text(self.path / CONFIG_FILE, _MARK + dump_config(config))
+        kept = config.model_copy(update={"overwrite_output_dir": False})  # asked for once
+        write_text(self.path / CONFIG_FILE, _MARK + dump_config(kept))
 
     def append_log(self, record: dict[str, Any]) -> None:
         """Append one JSON line to ``trainer_log.jsonl`` and flush it."""

@@ -1,10 +1,13 @@
 """The rules every schedule obeys. Each rule is a function: its name and docstring ARE the rule.
 
-A step is checked together with the steps before it, because it follows them without a flush.
+A step is checked together with the steps before it, because it follows them without a flush. Rules
+of structure look at the schedule alone and come first; rules of order replay the chain.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import PlanError
@@ -16,9 +19,11 @@ from roundpipe.plan.roads import is_kept_apart, pairs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from roundpipe.plan.clocks import Node
-    from roundpipe.plan.footprint import Buffer
+    from roundpipe.plan.clocks import Clock, Node
+    from roundpipe.plan.footprint import Buffer, Footprint
     from roundpipe.plan.schedule import Schedule
+
+_MOST_PLACES = 20  # places an error names at most
 
 
 def each_action_once(chain: Sequence[Schedule]) -> Iterator[str]:
@@ -45,7 +50,10 @@ def waits_are_scheduled(chain: Sequence[Schedule]) -> Iterator[str]:
 
 
 def issue_order_respects_waits(chain: Sequence[Schedule]) -> Iterator[str]:
-    """An action is issued after all it waits for and in its stream's order: no host waits in a circle."""
+    """An action is issued after all it waits for and as its stream runs: no host waits in a circle.
+
+    So a schedule that keeps this rule can always finish.
+    """
     schedule = chain[-1]
     rank = {action: at for at, action in enumerate(schedule.order)}
     for action, after in schedule.waits.items():
@@ -59,8 +67,12 @@ def issue_order_respects_waits(chain: Sequence[Schedule]) -> Iterator[str]:
 
 
 def every_microbatch_goes_through_every_layer(chain: Sequence[Schedule]) -> Iterator[str]:
-    """Each microbatch runs forward once through every layer, and backward at most once."""
+    """Each microbatch runs forward once through every layer, and backward as far as all others."""
     schedule = chain[-1]
+    num_layers = max((visit.layers.stop for visit in schedule.visits), default=0)
+    lowest = min((visit.layers.start for visit in schedule.visits if visit.has_backward), default=0)
+    trains = any(visit.has_backward for visit in schedule.visits)
+    down = list(range(num_layers - 1, lowest - 1, -1)) if trains else []
     for microbatch in range(schedule.num_microbatches):
         forward: list[int] = []
         backward: list[int] = []
@@ -68,73 +80,44 @@ def every_microbatch_goes_through_every_layer(chain: Sequence[Schedule]) -> Iter
             if microbatch in visit.microbatches:
                 forward += visit.layers if visit.phase.value != "backward" else ()
                 backward += reversed(visit.layers) if visit.has_backward else ()
-        if forward != list(range(len(forward))):
+        if forward != list(range(num_layers)):
             yield f"microbatch {microbatch} goes forward through layers {forward}"
-        if backward and backward != list(range(backward[0], backward[-1] - 1, -1)):
+        if backward != down:
             yield f"microbatch {microbatch} goes backward through layers {backward}"
 
 
-def accesses_are_ordered(chain: Sequence[Schedule]) -> Iterator[str]:
-    """Two actions that touch one buffer, one of them writing, are ordered by streams and waits.
-
-    This one rule holds the order rules of the design: weights of the right version, none
-    overwritten while an upload reads them, gradients read after their download, none written
-    before the optimizer took the last, no buffer reused before its last use is over.
-    """
-    clocks = Clocks()
-    turns, prints = Turns(), []
-    for schedule in chain:
-        prints.append(Footprints(schedule, turns))
-        turns = turns.after(schedule)
-    writes: dict[Buffer, Node] = {}
-    reads: dict[Buffer, list[Node]] = {}
-    for step, name, action, waits in run_chain(chain):
-        clock = clocks.add((step, action), name, waits)
-        touched = prints[step].of(action)
-        mine = clocks.place[step, action]
-        for buffer in (*touched.reads, *touched.writes):
-            earlier = [writes[buffer]] if buffer in writes else []
-            earlier += reads.get(buffer, []) if buffer in touched.writes else []
-            for other in earlier:
-                if other != (step, action) and not clocks.covers(clock, other):
-                    back = "-" * (step - other[0])
-                    yield f"{action} on {mine[0]} touches {buffer} without waiting for {back}{other[1]}"
-        for buffer in touched.reads:
-            reads.setdefault(buffer, []).append((step, action))
-        for buffer in touched.writes:
-            writes[buffer], reads[buffer] = (step, action), []
-
-
-def results_are_awaited(chain: Sequence[Schedule]) -> Iterator[str]:
-    """Whatever reads a boundary, a gradient or a norm finds it made, in this step."""
-    made: set[Buffer] = set()
-    needed = {"boundary", "boundary_gradient", "partial", "norm", "slot", "in", "grad_in"}
+def visits_run_whole(chain: Sequence[Schedule]) -> Iterator[str]:
+    """Every visit computes each of its microbatches and moves each chunk, on its own device."""
     schedule = chain[-1]
-    prints = Footprints(schedule, Turns())
-    for action in schedule.order:
-        touched = prints.of(action)
-        for buffer in touched.reads:
-            if buffer[0] in needed and buffer not in made:
-                yield f"{action} reads {buffer}, which nothing makes before it"
-        made.update(touched.writes)
+    home = {action: name for name, action in schedule.actions()}
+    for visit in schedule.visits:
+        wanted = {
+            (action, "compute")
+            for microbatch in visit.microbatches
+            for action in visit.compute(microbatch)
+        }
+        for op, name in ((Op.UPLOAD, "weights"), (Op.DOWNLOAD, "gradients")):
+            count = schedule.chunks.get((op, visit.number), 0)
+            wanted |= {(Action(op, visit.number, chunk=chunk), name) for chunk in range(count)}
+        for action, name in wanted:
+            if home.get(action) != f"{visit.device}.{name}":
+                yield f"{action} is not on {visit.device}.{name}: {home.get(action)}"
 
 
-def activation_waits_behind_one_chunk(chain: Sequence[Schedule]) -> Iterator[str]:
-    """On one link and direction an activation never stands behind more than one chunk.
-
-    Of two chunks that follow each other the second waits for an activation that the first did not
-    wait for, as long as there is one that may still come between: up, one of a visit before the
-    second's own (which needs its weights anyway); down, one of the visits up to the next.
-    """
-    clocks = Clocks()
-    started: dict[Action, dict[str, int]] = {}
-    for step, name, action, waits in run_chain(chain):
-        clock = clocks.add((step, action), name, waits)
-        if step == len(chain) - 1:
-            started[action] = clock
-    for chunk, pair in pairs(chain).items():
-        if not is_kept_apart(pair, started[pair.before], started[chunk]):
-            yield f"{chunk} may run right behind {pair.before} with nothing of {pair.road} between"
+def every_gradient_is_used(chain: Sequence[Schedule]) -> Iterator[str]:
+    """A layer is updated if and only if its gradient has a norm, and has one if a gradient came."""
+    schedule = chain[-1]
+    host = schedule.streams.get("host", ())
+    norms = {action.index for action in host if action.op is Op.NORM}
+    updates = {action.index for action in host if action.op is Op.UPDATE}
+    came = {
+        owner
+        for action, owners in schedule.owners.items()
+        if action.op in (Op.DOWNLOAD, Op.MERGE)
+        for owner in owners
+    }
+    for layer in sorted(norms ^ updates | came ^ norms):
+        yield f"layer {layer} does not have all of a gradient, a norm and an update"
 
 
 def updates_follow_every_norm(chain: Sequence[Schedule]) -> Iterator[str]:
@@ -161,25 +144,142 @@ def compute_is_grouped_by_visit(chain: Sequence[Schedule]) -> Iterator[str]:
             yield f"{name} computes visits in the order {numbers}"
 
 
+@dataclass
+class Replay:
+    """The chain run once: for each action what was surely over when it started."""
+
+    chain: Sequence[Schedule]
+    clocks: Clocks = field(default_factory=Clocks)
+    runs: list[tuple[Node, Clock, Footprint]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        turns, prints = Turns(), []
+        for schedule in self.chain:
+            prints.append(Footprints(schedule, turns))
+            turns = prints[-1].turns_after
+        for step, name, action, waits in run_chain(self.chain):
+            started = self.clocks.add((step, action), name, waits)
+            self.runs.append(((step, action), started, prints[step].of(action)))
+
+
+def accesses_are_ordered(replay: Replay) -> Iterator[str]:
+    """Two actions that touch one buffer, one of them writing, are ordered by streams and waits.
+
+    This one rule holds the order rules of the design: weights of the right version, none
+    overwritten while an upload reads them, gradients read after their download, none written
+    before the optimizer took the last, no buffer reused before its last use is over.
+    """
+    clocks = replay.clocks
+    writes: dict[Buffer, Node] = {}
+    reads: dict[Buffer, list[Node]] = {}
+    for node, started, touched in replay.runs:
+        for buffer in (*touched.reads, *touched.writes):
+            earlier = [writes[buffer]] if buffer in writes else []
+            earlier += reads.get(buffer, []) if buffer in touched.writes else []
+            for other in earlier:
+                if other != node and not clocks.covers(started, other):
+                    back = "-" * (node[0] - other[0])
+                    who = f"{node[1]} on {clocks.place[node][0]}"
+                    yield f"{who} touches {buffer} without waiting for {back}{other[1]}"
+        for buffer in touched.reads:
+            reads.setdefault(buffer, []).append(node)
+        for buffer in touched.writes:
+            writes[buffer], reads[buffer] = node, []
+
+
+_MADE_BY_NAME = frozenset({"boundary", "boundary_gradient", "partial", "gradient", "norm"})
+_MADE_FOR_VISIT = frozenset({"slot", "sums", "in", "grad_in", "out"})  # used in turn
+
+
+def results_are_awaited(replay: Replay) -> Iterator[str]:
+    """Whatever an action reads was made in this step, and for the same visit and microbatch."""
+    last = len(replay.chain) - 1
+    made: dict[Buffer, Action] = {}
+    for (step, action), _, touched in replay.runs:
+        if step < last:
+            continue
+        for buffer in touched.reads:
+            maker = made.get(buffer)
+            if buffer[0] in _MADE_BY_NAME and maker is None:
+                yield f"{action} reads {buffer}, which nothing makes before it"
+            if buffer[0] in _MADE_FOR_VISIT and not _is_for(maker, action):
+                yield f"{action} reads {buffer}, which {maker or 'nothing'} made before it"
+        made.update(dict.fromkeys(touched.writes, action))
+
+
+def _is_for(maker: Action | None, reader: Action) -> bool:
+    return (
+        maker is not None
+        and maker.index == reader.index
+        and (None in (maker.microbatch, reader.microbatch) or maker.microbatch == reader.microbatch)
+    )
+
+
+def uploads_read_the_right_version(replay: Replay) -> Iterator[str]:
+    """Work of step k reads weights of exactly version k - staleness."""
+    last = len(replay.chain) - 1
+    staleness = replay.chain[-1].staleness
+    master: dict[Buffer, int] = {}  # version, counted from the chain's first step
+    working: dict[Buffer, int] = {}
+    for (step, action), _, touched in replay.runs:
+        layer = action.index
+        if action.op is Op.UPDATE:
+            master["master", layer] = step + 1
+        if action.op is Op.PUBLISH or (action.op is Op.UPDATE and not staleness):
+            working["weights", layer] = master.get(("master", layer), 0)
+        if action.op is Op.UPLOAD and step == last:
+            for buffer in touched.reads:
+                found, trained = working.get(buffer, -staleness), ("master", buffer[1]) in master
+                if trained and found != step - staleness:
+                    yield f"{action} reads {buffer} of {step - staleness - found} updates earlier"
+
+
+def activation_waits_behind_one_chunk(replay: Replay) -> Iterator[str]:
+    """On one link and direction an activation never stands behind more than one chunk.
+
+    Of two chunks that follow each other the second waits for an activation that the first did not
+    wait for, as long as there is one that may still come between: up, one of a visit before the
+    second's own (which needs its weights anyway); down, one of the visits up to the next.
+    """
+    last = len(replay.chain) - 1
+    started = {action: clock for (step, action), clock, _ in replay.runs if step == last}
+    for chunk, pair in pairs(replay.chain).items():
+        if not is_kept_apart(pair, started[pair.before], started[chunk]):
+            yield f"{chunk} may run right behind {pair.before} with nothing of {pair.road} between"
+
+
 STRUCTURE = (
     each_action_once,
     waits_are_scheduled,
     issue_order_respects_waits,
     every_microbatch_goes_through_every_layer,
+    visits_run_whole,
+    every_gradient_is_used,
     updates_follow_every_norm,
     gradients_add_in_visit_order,
     compute_is_grouped_by_visit,
 )
-ORDER = (results_are_awaited, accesses_are_ordered, activation_waits_behind_one_chunk)
+ORDER = (
+    results_are_awaited,
+    accesses_are_ordered,
+    uploads_read_the_right_version,
+    activation_waits_behind_one_chunk,
+)
 
 
 def check(chain: Sequence[Schedule]) -> None:
     """Raise PlanError naming each rule that the last schedule of ``chain`` breaks, and where.
 
     ``chain`` is the schedule preceded by up to two steps it follows; a single schedule is checked
-    as a first step. A schedule that cannot finish raises DeadlockError.
+    as a first step.
     """
-    for rules in (STRUCTURE, ORDER):
-        broken = [f"{rule.__name__}: {place}" for rule in rules for place in rule(chain)]
-        if broken:
-            raise PlanError("\n".join(broken[:20]))
+    _require(f"{rule.__name__}: {place}" for rule in STRUCTURE for place in rule(chain))
+    replay = Replay(chain)
+    _require(f"{rule.__name__}: {place}" for rule in ORDER for place in rule(replay))
+
+
+def _require(places: Iterator[str]) -> None:
+    """Raise PlanError with the first of ``places``, if there are any."""
+    broken = list(islice(places, _MOST_PLACES))
+    if broken:
+        raise PlanError("\n".join(broken))

@@ -144,8 +144,7 @@ class Footprints:
         device, turn = visit.device, self._in[key]
         reads: list[Buffer] = [("slot", device, self.slot[visit.number])]
         writes: list[Buffer] = []
-        if action.op is not Op.BACKWARD:
-            reads.append(("in", device, turn))
+        reads.append(("in", device, turn))  # in backward too: autograd may have saved it
         if action.op is not Op.RECOMPUTE and self.schedule.outs(visit, action.microbatch):
             writes.append(("out", device, self._out[key]))
         if action.op in (Op.FUSED, Op.BACKWARD) and self.schedule.trains(visit):

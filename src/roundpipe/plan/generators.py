@@ -59,9 +59,9 @@ def round_robin(  # noqa: PLR0913 - each of them is a word of the subject
     start_device: int = 0,
     replicas: Replicas = Replicas(),
 ) -> Schedule:
-    """Deal each stage of each round to the next device, which runs all microbatches of its stage.
+    """Deal each stage of each round to the next device, which runs all its microbatches.
 
-    With ``replicas`` a stage goes to several devices in turn, each with a share of the microbatches.
+    With ``replicas`` a stage goes to several devices in turn, each with its share of microbatches.
     """
     lowest = costs.first_trainable
     visits: list[Visit] = []

@@ -154,11 +154,13 @@ def forward_stages(costs: Costs, limit: float) -> tuple[range, ...]:
     return tuple(map(_interval, groups))
 
 
-def front(costs: Costs, *, memory_limit: int | None = None, fuse: int = 1) -> list[Partition]:
+def front(
+    costs: Costs, *, memory_limit: int | None = None, fuse: int = 1, longest: float | None = None
+) -> list[Partition]:
     """For each number of stages that some limit gives, the partition whose longest is shortest.
 
     Limits tried are the sums over intervals of layers, which are all that can matter; thinned out
-    above a few hundred. Ordered from few stages to many.
+    above a few hundred. ``longest``: no limit above so many seconds. Ordered from few stages to many.
     """
     sums: set[float] = set()
     for seconds in (
@@ -170,7 +172,7 @@ def front(costs: Costs, *, memory_limit: int | None = None, fuse: int = 1) -> li
             for more in seconds[first:]:
                 total += more
                 sums.add(total)
-    limits = sorted(sums)
+    limits = sorted(limit for limit in sums if longest is None or limit <= longest) or [min(sums)]
     if len(limits) > _MAX_LIMITS:
         limits = [
             limits[round(i * (len(limits) - 1) / (_MAX_LIMITS - 1))] for i in range(_MAX_LIMITS)

@@ -1,0 +1,1 @@
+"""When it would run, by calculation. Pure Python, no torch, no threads."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from roundpipe.plan.schedule import Schedule
 
 ScheduleName = Literal["auto", "round_robin", "hybrid"]
+_LEAST_STAGES = 4
 _ACTION_SECONDS = 20e-6  # what issuing and handing over one compute action costs
 
 
@@ -59,7 +60,8 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
     degrees = range(1, setting.devices + 1) if name == "hybrid" else (1,)
     best: tuple[float, int, Partition, Replicas] | None = None
     tried = 0
-    for partition in front(setting.costs, memory_limit=setting.memory_limit):
+    longest = _longest_stage(setting.costs)
+    for partition in front(setting.costs, memory_limit=setting.memory_limit, longest=longest):
         for forward, fused, backward in product(degrees, repeat=3):
             replicas = Replicas(forward, fused, backward)
             tried += 1
@@ -69,6 +71,16 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
     assert best is not None
     seconds, _, partition, replicas = best
     return _plan(setting, partition, replicas, seconds=seconds, what=f"best of {tried} tried")
+
+
+def _longest_stage(costs: Costs) -> float:
+    """Seconds that a stage may take: a device holds one stage's weights and activations, not the model.
+
+    A quarter of the step's work, or one layer that takes longer.
+    """
+    whole = range(costs.num_layers)
+    work = _forward(costs, whole) + _both(costs, whole)
+    return max(work / _LEAST_STAGES, *(_both(costs, range(layer, layer + 1)) for layer in whole))
 
 
 def given(setting: Setting, partition: Partition, replicas: Replicas | None = None) -> Plan:
