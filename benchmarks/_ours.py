@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from _decoder import MICROBATCHES, build_batch, build_layers, gradient_square, microbatch_loss
+from _decoder import MICROBATCHES, build_batch, build_layers, microbatch_loss
 from torch import nn
 
 import roundpipe
@@ -11,11 +11,11 @@ import roundpipe
 class LibrarySubject:
     """One RoundPipe over ``num_devices`` CPU devices of one thread each."""
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, num_devices: int, schedule: str) -> None:
         self._layers = build_layers()
         self._tokens, self._labels = build_batch()
         self._pipe = roundpipe.RoundPipe(
-            nn.Sequential(*self._layers), devices=["cpu"] * num_devices, schedule="auto"
+            nn.Sequential(*self._layers), devices=["cpu"] * num_devices, schedule=schedule
         )
         self._config = roundpipe.RoundPipeRunConfig(num_microbatch=MICROBATCHES)
 
@@ -33,7 +33,7 @@ class LibrarySubject:
 
     def gradient_square(self) -> float:
         """Return the sum of squares of the gradients that the last step left."""
-        return gradient_square(self._layers)
+        return sum(float(g.double().square().sum()) for g in self._pipe.gradients().values())
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Before anything imports transformers, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,6 +22,27 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 _SECONDS_TO_END = 5.0
+_GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden anew; then read the diff"
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: what ``tests/golden/name`` holds must be ``text``."""
+
+    def compare(name: str, text: str) -> None:
+        path = _GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert text == path.read_text(), f"{name} changed; if that is meant: --update-golden"
+
+    return compare
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from roundpipe.errors import ConfigError
-from roundpipe.plan.partition import Partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,18 +18,12 @@ class ModelExecutePlan:
     """Stages given by hand, as ranges of layers.
 
     ``fwd_plan`` lists the forward stages from the first layer up; ``bwd_plan`` the stages that run
-    backward, in the order in which they run: first the fused one (the last layers: forward, loss and
-    backward at once), then those below it, top down.
+    backward, in the order in which they run: first the fused one (the last layers: forward, loss
+    and backward at once), then those below it, top down.
     """
 
     fwd_plan: list[range] = field(default_factory=list)
     bwd_plan: list[range] = field(default_factory=list)
-
-    def partition(self) -> Partition:
-        """The plan as a checked partition. Raises PlanError if stages miss or repeat a layer."""
-        if not self.bwd_plan:
-            raise ConfigError("an execute plan needs at least the fused stage in bwd_plan")
-        return Partition(tuple(self.fwd_plan), self.bwd_plan[0], tuple(self.bwd_plan[1:]))
 
 
 @dataclass(frozen=True)
@@ -44,8 +37,8 @@ class RoundPipeRunConfig:
     ``"layer"`` one layer's, for one more forward.
     ``num_microbatch``: into how many microbatches a batch is cut (default: at most 8, whatever the
     devices); fewer when samples are fewer.
-    ``split_input``, ``split_label``, ``merge_output``: functions in place of the cut along the first
-    dimension and of joining along it; ``merge_output=False`` gives a list.
+    ``split_input``, ``split_label``, ``merge_output``: functions in place of the cut along the
+    first dimension and of joining along it; ``merge_output=False`` gives a list.
     ``execute_plan``: stages given by hand.
     """
 
@@ -69,7 +62,8 @@ class RoundPipeRunConfig:
         for name in ("split_input", "split_label"):
             if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"{name} is not supported yet\nhint: tensors are cut along their first dimension"
+                    f"{name} is not supported yet\n"
+                    "hint: tensors are cut along their first dimension"
                 )
         if callable(self.merge_output):
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Chooses plans for a model and lowers them to programs; keeps both.
 
-A plan is chosen from sizes at first and once more from what was measured: the number of microbatches
+A plan is chosen from sizes at first and once more from what was measured: the number of
+microbatches
 never changes, so neither do the results. A program is kept for each start device, because the deal
 goes on from step to step.
 """
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from roundpipe.engine.measure import costs_from_sizes, measured
 from roundpipe.engine.program import Program
+from roundpipe.errors import ConfigError
 from roundpipe.plan.check import check
 from roundpipe.plan.generators import forward_only, round_robin
+from roundpipe.plan.partition import Partition
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.sim.search import Plan, Setting, choose, given
 
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from roundpipe.config import ModelExecutePlan
     from roundpipe.engine.run import Run
     from roundpipe.models.spec import ModelSpec
-    from roundpipe.plan.partition import Partition
     from roundpipe.plan.schedule import Schedule
     from roundpipe.store.layer import HostLayer
 
@@ -79,11 +81,13 @@ class Planner:
 
     def plan(self, num_microbatches: int, by_hand: ModelExecutePlan | None) -> Plan:
         """The plan for so many microbatches, chosen now or before."""
-        partition = by_hand.partition() if by_hand is not None else None
+        partition = _partition(by_hand) if by_hand is not None else None
         key = (num_microbatches, partition)
         if key not in self._plans:
             setting = self._setting(num_microbatches)
-            plan = choose(setting, self._schedule) if partition is None else given(setting, partition)
+            plan = (
+                choose(setting, self._schedule) if partition is None else given(setting, partition)
+            )
             self._plans[key] = plan
             logger.info("plan: %s", plan)
         return self._plans[key]
@@ -136,3 +140,11 @@ class Planner:
         )
 
 
+def _partition(by_hand: ModelExecutePlan) -> Partition:
+    """A plan given by hand as a checked partition; raises PlanError if it misses a layer."""
+    if not by_hand.bwd_plan:
+        raise ConfigError(
+            "an execute plan has no backward stage\n"
+            "hint: bwd_plan begins with the fused stage, e.g. [range(9, 10), range(0, 9)]"
+        )
+    return Partition(tuple(by_hand.fwd_plan), by_hand.bwd_plan[0], tuple(by_hand.bwd_plan[1:]))

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.engine.call import ask_training
+from roundpipe.engine.call import LossRule, StepInMaking, ask_training, put_whole_loss, total_loss
 from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.microbatch import merge, split
+from roundpipe.engine.microbatch import joined, split
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.run import Call, Run
 from roundpipe.engine.updates import StepResult, Update
@@ -24,36 +23,38 @@ from roundpipe.errors import ConfigError, ModelError, RoundPipeError
 from roundpipe.models.choose import spec_for
 from roundpipe.optim.host import HostOptimizer
 from roundpipe.planner import Kind, Planner
-from roundpipe.store.build import build_store, relayout
+from roundpipe.store.build import build_store, newest_state, relayout
+from roundpipe.wrapped import Wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from roundpipe.engine.microbatch import Microbatch
     from roundpipe.plan.timeline import Span
     from roundpipe.sim.search import Plan
 
 logger = logging.getLogger(__name__)
 
-_OWNER = "_roundpipe_owner"  # on the user's module: a weak reference to what wraps it
 _RUNS_BEFORE_MEASURED_PLAN = 2
 _REMEMBERED_RUNS = 32  # whose spans the timeline shows
 
 
-class RoundPipe(nn.Module):
+class RoundPipe(Wrapped):
     """Train a model whose weights, gradients and optimizer state stay in host memory.
 
-    ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split by
+    ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split
+    by
     structure, wrapped in ``peft`` or not), or any other module (one layer), on the CPU. Its tensors
     move into host segments; it must not be run or changed by hand afterwards.
 
-    ``devices``: ``"auto"`` (every GPU, else one CPU device), a number, ``"cuda:0"``, ``"cpu*3"`` or a
+    ``devices``: ``"auto"`` (every GPU, else one CPU device), a number, ``"cuda:0"``, ``"cpu*3"``
+    or a
     list of these; ``pool``: a ``DevicePool`` in place of it. ``optim_dtype``: of master weights and
     moments; None is fp32 for 16-bit parameters. ``schedule``: ``"auto"``, ``"round_robin"`` or
     ``"hybrid"`` (see ``roundpipe.sim.search.choose``). ``loss_reduction``: ``"sum"``, ``"mean"`` or
-    ``"token_mean"``; see ``forward_backward``. ``seed``: of dropout and the like; None takes torch's.
+    ``"token_mean"``; see ``forward_backward``. ``seed``: of dropout and the like; None takes
+    torch's.
     ``stall_seconds``: how long nothing may finish before a step is given up.
 
     Raises ModelError for a model that cannot be split exactly and DeviceError for a device that
@@ -76,14 +77,11 @@ class RoundPipe(nn.Module):
         seed: int | None = None,
         stall_seconds: float = 600.0,
     ) -> None:
-        super().__init__()
         if isinstance(model, RoundPipe):
             raise ModelError("the model is wrapped already\nhint: use it as it is")
         if pin_model not in ("alloc", "register", "off"):
             raise ConfigError(f"pin_model must be 'alloc', 'register' or 'off': {pin_model!r}")
-        _close_owner(model)
-        object.__setattr__(model, _OWNER, weakref.ref(self))
-        self.model = model
+        super().__init__(model)
         self.name = name or type(model).__name__
         self._config = model_run_config
         self._spec = spec_for(model)
@@ -105,33 +103,35 @@ class RoundPipe(nn.Module):
         self._reduction, self._seed = loss_reduction, seed
         self._kind: Kind | None = None
         self._last: Run | None = None  # the training run that the next one may follow
-        self._calls: list[Run] = []  # of the step that is being made
-        self._divisor: int | None = None  # what its losses were divided by
-        self._tokens: list[int] = []
+        self._making = StepInMaking()
         self._staleness = 0
         self._num_calls = itertools.count()
-        self._num_steps = 0  # of this plan
+        self._num_runs = 0  # since planning from sizes
         self._remembered: deque[Run] = deque(maxlen=_REMEMBERED_RUNS)
-        self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
         self._closer = weakref.finalize(self, _close, self._engine, None if pool else self._pool)
 
     # ---- calls
 
-    def forward_backward(  # noqa: PLR0913 - the published signature
+    def forward_backward(
         self,
         input_args: Sequence[Any] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        return_outputs: bool = False,  # noqa: FBT001, FBT002
+        return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
     ) -> Any:
         """Run forward and backward of one batch; gradients add up on the host until ``step``.
 
-        ``loss_fn(outputs, labels)`` returns one microbatch's loss; without it a causal LM's own loss
+        ``loss_fn(outputs, labels)`` returns one microbatch's loss; without it a causal LM's own
+        loss
         is used, ``labels`` among ``input_kwargs``. Losses are summed where ``num_microbatch`` is
-        given, else averaged by samples; a causal LM's own loss is the mean over the trained tokens of
-        the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or (loss, outputs).
+        given, else averaged by samples; a causal LM's own loss is the mean over the trained tokens
+        of the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or (loss,
+        outputs).
 
         Blocks until every microbatch's loss is on the host; backward goes on. Raises StepError if
         an action failed, of this step or of one before: then the state is that of the last
@@ -145,24 +145,22 @@ class RoundPipe(nn.Module):
             kwargs,
             label,
             loss_fn,
-            num_microbatch=config.num_microbatch,
-            reduction=self._reduction,
-            divisor=self._divisor if self._calls else None,
-            computes_loss=self._spec.computes_loss,
+            LossRule(
+                num_microbatch=config.num_microbatch,
+                reduction=self._reduction,
+                divisor=self._making.divisor,
+                computes_loss=self._spec.computes_loss,
+            ),
         )
-        call = self._call(
-            asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs
-        )
+        call = self._call(asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs)
         run = self._start_training(call, config)
         self._engine.wait_results(run)
-        if asked.tokens is not None:
-            self._divisor = asked.divisor
-            self._tokens.append(asked.tokens)
-        loss = asked.reported(_sum(run.losses))
+        self._making.count(asked)
+        loss = asked.reported(total_loss(run.losses))
         loss = loss.to(config.output_device or "cpu")
         if not return_outputs:
             return loss
-        return loss, self._joined(run, config)
+        return loss, joined(run.outputs, config)
 
     def forward(
         self,
@@ -186,17 +184,10 @@ class RoundPipe(nn.Module):
         self.synchronize()
         labels = kwargs.get("labels")
         if self._spec.computes_loss and labels is not None and "num_items_in_batch" not in kwargs:
-            asked = ask_training(
-                args,
-                kwargs,
-                None,
-                None,
-                num_microbatch=config.num_microbatch,
-                reduction="token_mean",
-                divisor=None,
-                computes_loss=True,
+            rule = LossRule(
+                num_microbatch=config.num_microbatch, reduction="token_mean", computes_loss=True
             )
-            parts = asked.microbatches
+            parts = ask_training(args, kwargs, None, None, rule).microbatches
         else:
             parts = split(args, kwargs, None, config.num_microbatch)
         call = self._call(parts, config, newest=self._staleness == 1)
@@ -206,13 +197,13 @@ class RoundPipe(nn.Module):
         self._engine.wait_results(run)
         self._engine.drain()
         if labels is not None and self._spec.computes_loss:
-            _put_whole_loss(run.outputs)
-        return self._joined(run, config)
+            put_whole_loss(run.outputs)
+        return joined(run.outputs, config)
 
     def step(
         self,
         step_fn_or_optimizer: Any,
-        is_async: bool = False,  # noqa: FBT001, FBT002 - the published signature
+        is_async: bool = False,
         *args: Any,
         max_grad_norm: float | None = None,
         **kwargs: Any,
@@ -228,7 +219,7 @@ class RoundPipe(nn.Module):
         when all gradients are on the host, in ``.grad`` of ``optim_parameters()``.
         """
         self._ready()
-        if not self._calls:
+        if not self._making.runs:
             raise ConfigError("nothing to step with\nhint: call forward_backward(...) first")
         if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
             return self._step_by_function(step_fn_or_optimizer, args, kwargs, max_grad_norm)
@@ -243,12 +234,13 @@ class RoundPipe(nn.Module):
             self._layers,
             host.begin(),
             max_norm=max_grad_norm,
-            scale=self._token_scale(),
+            scale=self._making.token_scale,
             publish=not is_async,
         )
-        self._engine.step(self._calls[-1], update)
+        self._engine.step(self._making.runs[-1], update)
         self._staleness = int(is_async)
-        self._end_step()
+        self._last = self._making.runs[-1] if len(self._making.runs) == 1 else None
+        self._making.end()
         return StepResult(update, self._engine)
 
     def synchronize(self) -> None:
@@ -257,13 +249,12 @@ class RoundPipe(nn.Module):
         self._engine.drain()
         self._follow_requires_grad()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the calls since the last step."""
         self.synchronize()
         for layer in self._layers:
             layer.clear_gradients()
-        self._calls.clear()
-        self._forget_tokens()
+        self._making.end()
 
     def close(self) -> None:
         """Finish what is under way, publish the newest weights and free devices and threads.
@@ -279,8 +270,7 @@ class RoundPipe(nn.Module):
         for layer in self._layers:
             layer.publish()
         self._closer()
-        if hasattr(self.model, _OWNER):
-            object.__delattr__(self.model, _OWNER)
+        self.disown()
 
     def __enter__(self) -> RoundPipe:
         return self
@@ -314,73 +304,27 @@ class RoundPipe(nn.Module):
                     found[name] = gradient
         return found
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The newest weights by the model's own names, in its dtypes; blocks until they are made."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The newest weights by the model's own names, in its dtypes; waits until they are made."""
         self.synchronize()
-        state: dict[str, Any] = self.model.state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        names = {
-            alias: name
-            for layer in self._layers
-            for name in layer.trainable
-            for alias in self._aliases(layer.tensors[name])
-        }
-        owner = {name: layer for layer in self._layers for name in layer.trainable}
-        newest = {name: layer.newest(name).detach().clone() for name, layer in owner.items()}
-        for alias, name in names.items():
-            if prefix + alias in state:
-                state[prefix + alias] = newest[name]
-        return state
+        return newest_state(self.model, self._layers, *args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002, E501
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
         """Load weights by the model's own names; masters follow."""
         if assign:
-            raise ConfigError("assign=True would take the weights out of their segments\nhint: leave it out")
+            raise ConfigError(
+                "assign=True would take the weights out of their segments\nhint: leave it out"
+            )
         self.synchronize()
         result = self.model.load_state_dict(state_dict, strict=strict)
         for layer in self._layers:
             layer.reload_masters()
         return result
-
-    def _aliases(self, tensor: Tensor) -> list[str]:
-        found = self.__dict__.setdefault("_alias_cache", {})
-        if not found:
-            for alias, each in self.model.named_parameters(remove_duplicate=False):
-                found.setdefault(id(each), []).append(alias)
-        return list(found.get(id(tensor), ()))
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The working weights by the model's own names."""
-        return self.model.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers by the model's own names."""
-        return self.model.named_buffers(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> RoundPipe:  # noqa: FBT001, FBT002 - torch's signature
-        """Set training or evaluation mode; waits for what is under way in the other."""
-        if "_engine" in self.__dict__ and mode != self.training:
-            self.synchronize()
-        self.training = mode
-        self.model.train(mode)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: ARG002, FBT001, FBT002
-        raise ConfigError(
-            "the weights stay where RoundPipe keeps them: .to(), .cuda(), .half() and the like would "
-            "move or cast them behind its back\nhint: cast the model before wrapping it"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a RoundPipe cannot be pickled\nhint: save state_dict() instead")
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_") or "model" not in self.__dict__.get("_modules", {}):
-                raise
-            return getattr(self.model, name)
 
     # ---- what was chosen and what ran
 
@@ -412,9 +356,8 @@ class RoundPipe(nn.Module):
             )
 
     def _after_failure(self) -> None:
-        self._calls.clear()
+        self._making.end()
         self._last = None
-        self._forget_tokens()
 
     def _trains(self) -> bool:
         return any(layer.trainable for layer in self._layers)
@@ -424,7 +367,7 @@ class RoundPipe(nn.Module):
             for model in self._engine.models:
                 model.forget_shells()
             self._planner.restart()
-            self._num_steps = 0
+            self._num_runs = 0
             self._last = None
 
     def _call(self, parts: Sequence[Any], config: RoundPipeRunConfig, **more: Any) -> Call:
@@ -438,14 +381,16 @@ class RoundPipe(nn.Module):
         )
 
     def _start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
-        if self._calls:  # a further call of the same step: added to what is on the host
+        if self._making.runs:  # a further call of the same step: added to what is on the host
             self._engine.drain()
-        elif self._num_steps == _RUNS_BEFORE_MEASURED_PLAN and self._last is not None:
+        elif self._num_runs == _RUNS_BEFORE_MEASURED_PLAN:
             self._engine.drain()
-            self._planner.learn(self._last)
+            self._planner.learn(self._remembered[-1])
         plan = self._planner.plan(len(call.microbatches), config.execute_plan)
-        kind = Kind(plan, len(call.microbatches), self._staleness, accumulate=bool(self._calls))
-        follows = self._last is not None and kind == self._kind and not self._calls
+        kind = Kind(
+            plan, len(call.microbatches), self._staleness, accumulate=bool(self._making.runs)
+        )
+        follows = self._last is not None and kind == self._kind and not self._making.runs
         schedule = self._last.program.schedule if follows and self._last is not None else None
         program = self._planner.training(kind, schedule.next_start_device if schedule else 0)
         if not follows:
@@ -453,71 +398,32 @@ class RoundPipe(nn.Module):
             self._sync_mode()
         run = self._engine.start(program, call, follows=follows)
         self._kind = kind
-        self._calls.append(run)
+        self._num_runs += 1
+        self._making.runs.append(run)
         self._remembered.append(run)
         return run
 
     def _sync_mode(self) -> None:
-        """Let shells follow ``train()`` and ``eval()``, also of submodules; nothing is under way."""
+        """Let shells follow ``train()`` and ``eval()``, of submodules too; nothing is under way."""
         for model in self._engine.models:
             model.sync_mode()
         self._engine.draws.forget()
-
-    def _end_step(self) -> None:
-        self._last = self._calls[-1] if len(self._calls) == 1 else None
-        self._num_steps += 1
-        self._calls.clear()
-        self._forget_tokens()
-
-    def _forget_tokens(self) -> None:
-        self._divisor = None
-        self._tokens.clear()
-
-    def _token_scale(self) -> float:
-        """What turns gradients divided by the first call's tokens into ones divided by all."""
-        total = sum(self._tokens)
-        return 1.0 if not total or len(self._tokens) == 1 else (self._divisor or total) / total
 
     def _step_by_function(
         self, function: Callable[..., Any], args: Any, kwargs: Any, max_grad_norm: float | None
     ) -> StepResult:
         """Everything by hand: gradients into ``.grad`` of the masters, call, publish."""
         self._engine.drain()
-        result = StepResult.by_hand(
-            self._layers, self._token_scale(), max_grad_norm, lambda: function(*args, **kwargs)
+        update = Update.by_hand(
+            self._layers,
+            lambda: function(*args, **kwargs),
+            max_norm=max_grad_norm,
+            scale=self._making.token_scale,
         )
         self._staleness = 0
-        self._end_step()
+        self._making.end()
         self._last = None
-        return result
-
-    def _joined(self, run: Run, config: RoundPipeRunConfig) -> Any:
-        outputs = run.outputs if config.merge_output is False else merge(run.outputs)
-        if config.output_device is None:
-            return outputs
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
-
-
-def _sum(losses: Sequence[Tensor | None]) -> Tensor:
-    total = None
-    for loss in losses:
-        assert loss is not None
-        total = loss if total is None else total + loss
-    assert total is not None
-    return total
-
-
-def _put_whole_loss(outputs: Sequence[Any]) -> None:
-    """Each microbatch's loss is a share of the whole: let the first stand for their sum."""
-    outputs[0].loss = _sum([output.loss for output in outputs])
-
-
-def _close_owner(model: nn.Module) -> None:
-    """Close what wraps ``model`` already: running a notebook cell twice frees the first instance."""
-    reference = getattr(model, _OWNER, None)
-    owner = reference() if reference is not None else None
-    if owner is not None:
-        owner.close()
+        return StepResult(update)
 
 
 def _close(engine: Engine, pool: DevicePool | None) -> None:

@@ -226,6 +226,7 @@ def test_describe_tells_running_waiting_and_idle_streams_apart() -> None:
     device.launch("compute", hang, label="F3.1")
     device.wait("weights", device.record("compute"))
     device.launch("idle", lambda: None)
+    device.record("idle").wait()
     started.wait()
     expected = {
         "compute": "F3.1",
@@ -286,4 +287,18 @@ def test_pages_of_a_fresh_buffer_are_zero_unless_poisoned() -> None:
     device.poison(kept)
     device.free(kept)
     assert not bool(kept.any()), "poison is for devices that were made to"
+    device.close()
+
+
+def test_host_memory_that_is_not_there_is_out_of_memory_and_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    device = CpuDevice(threads=1)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="out of host memory: 1,000 bytes"):
+        device.allocate(1000)
+    assert device.allocated_bytes == 0
     device.close()

@@ -61,21 +61,25 @@ def test_the_settings_reach_peft(tiny: ModuleType, config_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "base", "revision"),
+    ("source", "named"),
     [
-        (ModelSource("./base", "base"), "./base", None),
-        (ModelSource("own/er@v1", "own/er", revision="v1"), "own/er", "v1"),
-        (ModelSource("package:p/m.gguf", "/x/p", gguf_file="m.gguf"), "package:p/m.gguf", None),
+        (ModelSource("./base", "base"), ("./base", None)),
+        (ModelSource("own/er@v1", "own/er", revision="v1"), ("own/er", "v1")),
+        (ModelSource("package:p/m.gguf", "/x/p", gguf_file="m.gguf"), ("package:p/m.gguf", None)),
     ],
 )
 def test_the_base_is_named_as_the_user_named_it(
-    tiny: ModuleType, config_of: Any, source: ModelSource, base: str, revision: str | None,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    tiny: ModuleType,
+    config_of: Any,
+    source: ModelSource,
+    named: tuple[str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     lora = add_adapter(tiny.tiny_model(), config_of(), source, seed=1).peft_config["default"]
-    assert (lora.base_model_name_or_path, lora.revision) == (base, revision)
+    assert (lora.base_model_name_or_path, lora.revision) == named
 
 
 def test_a_module_that_does_not_exist_is_told_with_those_that_do(

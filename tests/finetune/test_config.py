@@ -60,6 +60,14 @@ def test_settings_that_are_equal_are_equal_configs() -> None:
         load().batch_size = 3
 
 
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("20GB", 20 * 10**9), ("1.5 GiB", 3 * 2**29), ("500m", 5 * 10**8), ("4096", 4096)],
+)
+def test_memory_is_told_in_bytes(text: str, num_bytes: int) -> None:
+    assert load(f"device_memory_limit={text}").device_memory_limit == num_bytes
+
+
 # a config that was saved loads again
 
 
@@ -70,7 +78,7 @@ def test_settings_that_are_equal_are_equal_configs() -> None:
         ("finetuning_type=full", "val_size=0.1", "eval_steps=3", "max_grad_norm=none"),
         ("dataset=[a.jsonl, {path: b.jsonl, columns: {question: q}, max_samples: 3}]",),
         ("target_modules=q_proj,v_proj", "sample_prompts=What: is #1?", "devices=[cuda:0, 1]"),
-        ("peft={init_lora_weights: pissa}", "device_memory_limit=[20GB, 0.5]", "adam_epsilon=1e-8"),
+        ("peft={init_lora_weights: pissa}", "device_memory_limit=20GB", "adam_epsilon=1e-8"),
     ],
 )
 def test_a_dumped_config_loads_to_an_equal_one(words: tuple[str, ...], tmp_path: Path) -> None:
@@ -121,6 +129,86 @@ def test_the_command_line_wins_whatever_the_name() -> None:
     assert config.batch_size == 64
     config, _ = _from_file("model: m\ndataset: d\ndtype: fp32\nbatch_size: 9\n", "bf16=true")
     assert (config.dtype, config.batch_size) == ("bf16", 9)
+
+
+LLAMA_FACTORY = """
+model_name_or_path: m
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: d.jsonl
+template: qwen
+cutoff_len: 1024
+overwrite_cache: true
+preprocessing_num_workers: 16
+output_dir: o
+logging_steps: 10
+plot_loss: true
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 500
+devices: cpu*2
+"""
+AXOLOTL = """
+base_model: m
+load_in_8bit: false
+load_in_4bit: false
+datasets:
+  - path: d.jsonl
+    type: chat_template
+    field_messages: conversations
+dataset_prepared_path:
+val_set_size: 0.05
+output_dir: ./o
+sequence_len: 1024
+sample_packing: false
+adapter: lora
+lora_model_dir:
+lora_r: 32
+lora_target_linear: true
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_torch_fused
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+flash_attention: true
+evals_per_epoch:
+weight_decay: 0.0
+devices: cpu*2
+"""
+
+
+def test_whole_configs_of_other_trainers_are_taken() -> None:
+    theirs, said = _from_file(LLAMA_FACTORY)
+    assert (theirs.lora_r, theirs.batch_size, theirs.max_length) == (8, 16, 1024)
+    assert (theirs.warmup_steps, theirs.dtype, theirs.eval_steps) == (0.1, "bf16", 500)
+    assert [line.split(":")[0] for line in said] == [
+        "read as ours",
+        "not needed here",
+        "not used",
+        "bf16",
+        "batch_size",
+    ]
+    theirs, _ = _from_file(AXOLOTL)
+    assert (theirs.batch_size, theirs.micro_batch_size, theirs.lora_r) == (16, None, 32)
+    assert theirs.dataset[0].columns == {"messages": "conversations"}
 
 
 def test_one_setting_under_two_names_must_agree() -> None:
@@ -256,6 +344,8 @@ def test_what_is_still_to_come_is_refused_by_name(words: tuple[str, ...], messag
         (("devices=[]",), "devices: no device is named"),
         (("warmup_steps=2.5",), "warmup_steps: neither a share"),
         (("device_memory_limit=20 parsecs",), "device_memory_limit: not an amount of memory"),
+        (("device_memory_limit=0",), "device_memory_limit: 0 is not greater"),
+        (("device_memory_limit=0.8",), "device_memory_limit: not yet as a share or a list: 0.8"),
         (("eval_steps=5",), "eval_strategy: steps, but there is no data"),
         (("val_size=0.1", "eval_strategy=steps"), "eval_strategy: steps, but not how many"),
         (("val_size=0.1", "eval_dataset=e.jsonl"), "eval_dataset and val_size are both given"),

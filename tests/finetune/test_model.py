@@ -31,21 +31,28 @@ def test_weights_that_the_files_do_not_hold_are_named(tiny_folder: Path, tmp_pat
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"1 weights of LlamaForCausalLM.*layers\.1\.mlp\.up_proj"):
+    with pytest.raises(
+        ConfigError, match=r"1 weights of LlamaForCausalLM.*layers\.1\.mlp\.up_proj"
+    ):
         load_model(locate_model(str(folder)), dtype=torch.float32)
 
 
 def test_code_of_a_checkpoint_is_never_run(tiny_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "own"))
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}}
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text("raise SystemExit('run')")
     with pytest.raises(ConfigError, match="code of their own, which is never run"):
         load_model(locate_model(str(folder)), dtype=torch.float32)
 
 
-def test_a_folder_without_a_tokenizer_says_what_is_missing(tiny: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_says_what_is_missing(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
     tiny.tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"(?s)tokenizer.*hint: .*tokenizer\.json"):
         load_tokenizer(locate_model(str(tmp_path)))
@@ -67,5 +74,7 @@ def test_an_id_that_cannot_be_reached_is_told_in_one_paragraph(
         raise OSError("We couldn't connect to the hub") from ConnectionError("refused")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(ConfigError, match="(?s)cannot load the tokenizer of a/b.*cannot be reached"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)cannot load the tokenizer of a/b.*cannot be reached"
+    ):
         load_tokenizer(locate_model("a/b"))

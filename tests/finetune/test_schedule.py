@@ -36,7 +36,8 @@ def test_the_rate_stays_at_its_minimum_after_the_last_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("warmup_steps", "total", "expected"), [(0.03, 40, 2), (0.5, 3, 2), (0, 10, 0), (5, 10, 5), (1, 9, 1)]
+    ("warmup_steps", "total", "expected"),
+    [(0.03, 40, 2), (0.5, 3, 2), (0, 10, 0), (5, 10, 5), (1, 9, 1)],
 )
 def test_a_warm_up_below_one_is_a_share_of_all_steps(
     warmup_steps: float, total: int, expected: int

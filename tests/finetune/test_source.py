@@ -87,9 +87,7 @@ def test_a_folder_without_a_usable_model_is_refused(
 
 
 def test_a_pickle_beside_safetensors_does_not_matter(tmp_path: Path) -> None:
-    folder = folder_with(
-        tmp_path / "both", "config.json", "model.safetensors", "pytorch_model.bin"
-    )
+    folder = folder_with(tmp_path / "both", "config.json", "model.safetensors", "pytorch_model.bin")
     assert locate_model(str(folder)).location == str(folder)
 
 

@@ -226,6 +226,19 @@ def test_text_is_trained_from_end_to_end_and_ends() -> None:
     assert ended == sample
 
 
+def test_what_the_tokenizer_puts_around_a_text_is_kept_and_its_end_token_is_trained() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny.make(None, eos="</s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    row = {"prompt": "Q:", "completion": " 4"}
+    sample = encode(row, tokenizer, config())
+    assert tokenizer.decode(sample.input_ids) == "<s>Q: 4</s>"
+    assert runs(row, tokenizer) == [" 4</s>"]
+
+
 # a tokenizer without offsets
 
 

@@ -61,7 +61,10 @@ def write_tiny_folder(folder: Path, *, tied: bool = True, template: str | None =
 def write_tiny_data(path: Path, *, count: int = 12) -> Path:
     """Questions and answers of different lengths."""
     rows = [
-        {"question": f"{'so ' * (i % 4)}what is {i} + {i}?", "answer": f"it is {2 * i}" * (1 + i % 3)}
+        {
+            "question": f"{'so ' * (i % 4)}what is {i} + {i}?",
+            "answer": f"it is {2 * i}" * (1 + i % 3),
+        }
         for i in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

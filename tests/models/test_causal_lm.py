@@ -275,3 +275,23 @@ def test_outputs_collected_inside_the_blocks_are_refused(flag, tiny, chain_of):
     setattr(model.config, flag, True)
     with pytest.raises(ModelError, match=f"{flag} is not supported yet"):
         causal_lm_spec(model)
+
+
+def test_rotary_tables_that_grow_with_the_length_are_refused_when_they_would(tiny, chain_of):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny.make("llama", max_position_embeddings=16, rope_parameters=rope)
+    chain = chain_of(causal_lm_spec(model))
+    short, long = tiny.inputs((16, 17))
+    with torch.no_grad():
+        assert torch.equal(chain.forward(short).logits, model(**short.kwargs).logits)
+    with pytest.raises(ModelError, match=r"a buffer changed in forward: .*inv_freq"):
+        chain.forward(long)
+
+
+def test_an_argument_that_transformers_would_write_into_the_shared_config_is_refused(
+    tiny, chain_of
+):
+    chain = chain_of(causal_lm_spec(tiny.make("llama")))
+    inputs = tiny.inputs((9,))[0]
+    with pytest.raises(ModelError, match="is_causal as an argument is not supported"):
+        chain.forward(Inputs((), {**inputs.kwargs, "is_causal": False}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -23,6 +23,7 @@ def test_the_first_label_of_a_sequence_is_never_trained():
     assert count_trained_tokens(labels) == 3
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
 def test_token_mean_over_any_split_is_the_mean_over_all_tokens(counts):
     generator = torch.Generator().manual_seed(sum(counts))
@@ -35,6 +36,7 @@ def test_token_mean_over_any_split_is_the_mean_over_all_tokens(counts):
     torch.testing.assert_close(total, torch.cat(parts).mean())
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_the_factors_of_a_mean_add_up_to_one(samples):
     step = LossCount(sum(samples))

@@ -87,7 +87,7 @@ def _train(arguments: list[str]) -> int:
     config, notes = load_config(arguments, environment=os.environ)
     from roundpipe.finetune import loop  # noqa: PLC0415, torch
 
-    loop.train(config, notes)
+    loop.train(config, notes, environment=os.environ)
     return 0
 
 

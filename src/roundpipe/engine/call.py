@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from roundpipe.engine.run import Run
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -45,16 +47,22 @@ class Asked:
         return loss * (self.divisor / self.tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossRule:
+    """How microbatches' losses add up. ``divisor``: tokens a call before divided by."""
+
+    num_microbatch: int | None = None
+    reduction: str | None = None
+    divisor: int | None = None
+    computes_loss: bool = False  # whether the model does
+
+
 def ask_training(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     label: Any,
     loss_fn: Callable[[Any, Any], Tensor] | None,
-    *,
-    num_microbatch: int | None,
-    reduction: str | None,
-    divisor: int | None,
-    computes_loss: bool,
+    rule: LossRule,
 ) -> Asked:
     """Cut a training call and say what each microbatch's loss is.
 
@@ -63,15 +71,14 @@ def ask_training(
     the losses are summed if the caller gave ``num_microbatch``, else averaged by samples, unless
     ``reduction`` says otherwise. Raises ConfigError where there is no loss to be had.
     """
+    reduction, num_microbatch, divisor = rule.reduction, rule.num_microbatch, rule.divisor
     if reduction is not None:
         check_reduction(reduction)
     parts = split(args, kwargs, label, num_microbatch)
     if loss_fn is None:
-        return _own_loss(parts, kwargs, reduction, divisor, computes_loss=computes_loss)
+        return _own_loss(parts, kwargs, rule)
     chosen = check_reduction(reduction or ("sum" if num_microbatch is not None else "mean"))
-    tokens = [
-        count_trained_tokens(part.label) if chosen == "token_mean" else 0 for part in parts
-    ]
+    tokens = [count_trained_tokens(part.label) if chosen == "token_mean" else 0 for part in parts]
     counts = [LossCount(part.num_samples, t) for part, t in zip(parts, tokens, strict=True)]
     total = LossCount.total(counts)
     if chosen == "token_mean":
@@ -87,16 +94,10 @@ def ask_training(
     return Asked(parts, loss, tokens=sum(tokens), divisor=total.tokens)
 
 
-def _own_loss(
-    parts: Sequence[Microbatch],
-    kwargs: Mapping[str, Any],
-    reduction: str | None,
-    divisor: int | None,
-    *,
-    computes_loss: bool,
-) -> Asked:
+def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: LossRule) -> Asked:
+    reduction, divisor = rule.reduction, rule.divisor
     labels = kwargs.get("labels")
-    if not computes_loss or labels is None:
+    if not rule.computes_loss or labels is None:
         raise ConfigError(
             "no loss to train on: no loss_fn, and the model computes none\n"
             "hint: loss_fn=…, or labels=… in input_kwargs for a causal LM"
@@ -118,7 +119,9 @@ def _own_loss(
     tokens = count_trained_tokens(labels)
     loss_factor("token_mean", LossCount(0, tokens), LossCount(0, tokens))  # refuses a step of none
     divided = divisor or tokens
-    return Asked(with_kwargs(parts, num_items_in_batch=divided), own, tokens=tokens, divisor=divided)
+    return Asked(
+        with_kwargs(parts, num_items_in_batch=divided), own, tokens=tokens, divisor=divided
+    )
 
 
 def with_kwargs(parts: Sequence[Microbatch], **more: Any) -> list[Microbatch]:
@@ -134,3 +137,52 @@ def _scalar(loss: Any) -> Tensor:
         kind = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ConfigError(f"a loss must be one number: {kind}\nhint: reduce it, e.g. loss.mean()")
     return loss.reshape(())
+
+
+def total_loss(losses: Sequence[Tensor | None]) -> Tensor:
+    """The sum of the microbatches' losses, in their order."""
+    total = None
+    for loss in losses:
+        assert loss is not None
+        total = loss if total is None else total + loss
+    assert total is not None
+    return total
+
+
+class StepInMaking:
+    """The calls since the last step, and the trained tokens their losses are means over."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self._divisor: int | None = None
+        self._tokens: list[int] = []
+
+    @property
+    def divisor(self) -> int | None:
+        """What the losses of this step's first call were divided by; None before it."""
+        return self._divisor if self.runs else None
+
+    @property
+    def token_scale(self) -> float:
+        """What turns gradients divided by the first call's tokens into ones divided by all."""
+        total = sum(self._tokens)
+        if self._divisor is None or not total or self._divisor == total:
+            return 1.0
+        return self._divisor / total
+
+    def count(self, asked: Asked) -> None:
+        """Add a call whose results have come."""
+        if asked.tokens is not None:
+            self._divisor = asked.divisor
+            self._tokens.append(asked.tokens)
+
+    def end(self) -> None:
+        """The step is made, or given up."""
+        self.runs.clear()
+        self._tokens.clear()
+        self._divisor = None
+
+
+def put_whole_loss(outputs: Sequence[Any]) -> None:
+    """Each microbatch's loss is a share of the whole: let the first stand for their sum."""
+    outputs[0].loss = total_loss([output.loss for output in outputs])

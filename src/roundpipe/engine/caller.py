@@ -45,7 +45,7 @@ class CallerState:
                 for device in _AUTOCAST_DEVICES
                 if torch.is_autocast_enabled(device)
             ),
-            function_modes=tuple(_get_current_function_mode_stack()),
+            function_modes=tuple(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
             variables=contextvars.copy_context(),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
@@ -56,7 +56,7 @@ class CallerState:
         return not self.autocasts and not self.function_modes
 
     def run(self, work: Callable[[], object]) -> object:
-        """Run ``work`` in this thread as the caller would; one thread of ours at a time per copy."""
+        """Run ``work`` in this thread as the caller would."""
         if self.is_plain and not len(self.variables):
             return work()
         # A Context can be entered once at a time, and several streams run at once: a copy each.

@@ -135,7 +135,7 @@ class Compute:
         if leaving:
             self.model.leaving[key] = leaving
 
-    @torch.enable_grad()  # type: ignore[no-untyped-call, untyped-decorator]
+    @torch.enable_grad()
     def _fused(self, run: Run, visit: Visit, microbatch: int) -> None:
         boundary, inputs, label = self._arrived(visit, microbatch)
         context = self.model.context(inputs, visit.layers)
@@ -187,7 +187,9 @@ class Compute:
             wanted = bool(graph.layers) or visit.gives_gradient
             with torch.enable_grad():
                 boundary, leaves = leaf_tree(kept.boundary, wants_gradient=wanted)
-                out = self._layer(run, kept.layer, microbatch, (boundary, kept.inputs, kept.context))
+                out = self._layer(
+                    run, kept.layer, microbatch, (boundary, kept.inputs, kept.context)
+                )
             backward(differentiable(out), gradients)
             gradients = [leaf.grad for leaf in leaves]
         self._give(run, visit, microbatch, leaves)

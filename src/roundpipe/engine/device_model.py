@@ -33,7 +33,7 @@ class Arena:
         self.buffer: Tensor | None = None
 
     def fit(self, num_bytes: int) -> bool:
-        """Have at least ``num_bytes``; return whether the memory moved. Nothing may be in flight."""
+        """Have at least ``num_bytes``; return whether it moved. Nothing may be in flight."""
         if self.buffer is not None and self.buffer.numel() >= num_bytes:
             return False
         self.release()
@@ -98,10 +98,13 @@ class DeviceModel:
         """The device's copy of a layer's module tree, made at its first use."""
         shell = self.shells.get(layer)
         if shell is None:
-            shell = self.shells[layer] = self.spec.layers[layer].make_shell(self.device.torch_device)
+            shell = self.shells[layer] = self.spec.layers[layer].make_shell(
+                self.device.torch_device
+            )
             for name, parameter in shell.parameters.items():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._collector(layer, name))
+                    hook = self._collector(layer, name)
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return shell
 
     def sync_mode(self) -> None:

@@ -111,9 +111,7 @@ class Engine:
 
     def step(self, run: Run, update: Update) -> None:
         """Begin the updates that follow ``run``; returns at once."""
-        self._active = [
-            (each, update if each is run else other) for each, other in self._active
-        ]
+        self._active = [(each, update if each is run else other) for each, other in self._active]
         if run.failure is not None:
             update.fail(run.failure)
         run.update = update
@@ -205,7 +203,7 @@ class Engine:
                 self.fail(run, error)
 
     def _begin_anew(self, worker: int, streams: Sequence[str], idle: Event) -> None:
-        """Order all streams behind a drain. Real devices know; the fake one believes only events."""
+        """Order all streams behind a drain. Real devices know; a fake one only believes events."""
         for stream in streams:
             self.pool.device(worker).wait(stream, idle)
 
@@ -358,7 +356,9 @@ class Engine:
         if isinstance(error, StepError):
             return error
         where = run.describe(run.failed_at, self.spec, [d.name for d in self.pool.devices])
-        return StepError(f"step {run.call.step}: {where} failed: {type(error).__name__}: {error}{note}")
+        return StepError(
+            f"step {run.call.step}: {where} failed: {type(error).__name__}: {error}{note}"
+        )
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -372,5 +372,3 @@ def _mark(mark: Handover, record: Callable[[], Any]) -> None:
 def _is_over(run: Run, update: Update | None) -> bool:
     """Whether everything of a run, its updates included, has run."""
     return update is not None and update.is_committed and not update.is_half_done and run.is_over()
-
-

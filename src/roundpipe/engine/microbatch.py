@@ -18,6 +18,8 @@ from roundpipe.models.spec import Inputs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from roundpipe.config import RoundPipeRunConfig
+
 DEFAULT_NUM_MICROBATCH = 8  # at most; fixed, so that results do not depend on the devices
 
 
@@ -87,6 +89,14 @@ def merge(outputs: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([_join(column) for column in columns], spec)
 
 
+def joined(outputs: Sequence[Any], config: RoundPipeRunConfig) -> Any:
+    """The outputs of a call as its config wants them: joined or listed, on which device."""
+    together = outputs if config.merge_output is False else merge(outputs)
+    if config.output_device is None:
+        return together
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), together)
+
+
 def _join(column: tuple[Any, ...]) -> Any:
     first = column[0]
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
@@ -95,6 +105,7 @@ def _join(column: tuple[Any, ...]) -> Any:
     if any(list(leaf.shape[1:]) != longest for leaf in column):
         raise ConfigError(
             "outputs of the microbatches have different shapes: "
-            f"{[tuple(leaf.shape) for leaf in column]}\nhint: merge_output=False gives them as a list"
+            f"{[tuple(leaf.shape) for leaf in column]}\n"
+            "hint: merge_output=False gives them as a list"
         )
     return torch.cat(column)

@@ -32,14 +32,16 @@ def layer_seed(seed: int, step: int, layer: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-class DrawsFrom(TorchDispatchMode):
+class DrawsFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Let every random operation under it draw from one generator; notes whether any did."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.device = device
-        self.generator: torch.Generator | None = None  # made at the first draw: most layers have none
+        self.generator: torch.Generator | None = (
+            None  # made at the first draw: most layers have none
+        )
 
     def __torch_dispatch__(
         self,
@@ -60,7 +62,9 @@ class DrawsFrom(TorchDispatchMode):
             return taking(*args, **kwargs, generator=self.generator)
         return self._by_default_generator(func, args, kwargs)
 
-    def _by_default_generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _by_default_generator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operation that only knows its device's default generator, lent our state."""
         assert self.generator is not None
         default = _default_generator(self.device)

@@ -154,13 +154,21 @@ class Run:
         if action is None:
             return "the call"
         if action.op in OF_LAYERS:
-            return f"{action} ({_WORDS[action.op]} of layer {spec.layers[action.index].name}) on host"
+            return (
+                f"{action} ({_WORDS[action.op]} of layer {spec.layers[action.index].name}) on host"
+            )
         visit = self.program.schedule.visits[action.index]
         names = [spec.layers[layer].name for layer in (visit.layers[0], visit.layers[-1])]
-        layers = f"layer {names[0]}" if len(visit.layers) == 1 else f"layers {names[0]} to {names[1]}"
+        layers = (
+            f"layer {names[0]}" if len(visit.layers) == 1 else f"layers {names[0]} to {names[1]}"
+        )
         microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-        device = "host" if action.op is Op.MERGE else f"device {visit.device} ({devices[visit.device]})"
-        return f"{action} ({_WORDS[action.op]}, stage {visit.stage}, {layers}{microbatch}) on {device}"
+        device = (
+            "host" if action.op is Op.MERGE else f"device {visit.device} ({devices[visit.device]})"
+        )
+        return (
+            f"{action} ({_WORDS[action.op]}, stage {visit.stage}, {layers}{microbatch}) on {device}"
+        )
 
     def time(self, stream: str, action: Action, timing: Timing) -> None:
         """Keep when an action runs; read by ``spans`` once it has."""

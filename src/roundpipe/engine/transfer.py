@@ -70,7 +70,9 @@ def _upload_newest(layer: HostLayer, slot: Tensor, start: int, limits: tuple[int
 
 def _chunk_of(run: Run, action: Action, num_bytes: int) -> tuple[int, int]:
     assert action.chunk is not None
-    return chunk_range(num_bytes, action.chunk, run.program.schedule.chunks[action.op, action.index])
+    return chunk_range(
+        num_bytes, action.chunk, run.program.schedule.chunks[action.op, action.index]
+    )
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -165,7 +167,7 @@ def download_gradients(
 
 
 def _download_direct(layer: HostLayer, sums: Tensor, low: int, high: int) -> None:
-    """Copy bytes ``low`` to ``high`` of a layer's sums into its gradients, cast where they differ."""
+    """Copy bytes ``low`` to ``high`` of a layer's sums into its gradients, cast if need be."""
     segment = layer.gradients(partial_sums=False)
     if segment.layout == layer.slot_gradient_layout:
         segment.buffer.narrow(0, low, high - low).copy_(

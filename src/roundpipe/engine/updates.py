@@ -18,7 +18,7 @@ from roundpipe.optim.clip import clip_coefficient, layer_norms, total_norm
 from roundpipe.optim.host import LayeredUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -52,7 +52,7 @@ class Update:
     def __init__(
         self,
         layers: Sequence[HostLayer],
-        optimizer: LayeredUpdate | WholeUpdate,
+        optimizer: LayeredUpdate | WholeUpdate | _Function,
         *,
         max_norm: float | None,
         scale: float = 1.0,
@@ -65,15 +65,42 @@ class Update:
         self._publish = publish
         self._norms: dict[int, Tensor] = {}
         self._grad_scale: Tensor | None = None
-        self._left: list[int] | None = None  # layers whose update is still to come; None: not committed
+        self._left: list[int] | None = (
+            None  # layers whose update is still to come; None: not committed
+        )
         self.grad_norm: Tensor | None = None
         self.skipped = False
         self.known = threading.Event()  # set when the step has committed or was skipped
         self.failure: BaseException | None = None
 
+    @classmethod
+    def by_hand(
+        cls,
+        layers: Sequence[HostLayer],
+        function: Callable[[], object],
+        *,
+        max_norm: float | None,
+        scale: float = 1.0,
+    ) -> Update:
+        """A whole update now, in this thread: gradients into masters' ``.grad``, call, publish.
+
+        All gradients must be on the host. Blocks until the working weights are written.
+        """
+        update = cls(
+            layers, _Function(layers, function), max_norm=max_norm, scale=scale, publish=True
+        )
+        order = [layer.index for layer in layers if layer.trainable]
+        for layer in order:
+            update.norm(layer)
+        if not order:
+            update.nothing_to_do()
+        for layer in order:
+            update.update(layer, order)
+        return update
+
     @property
     def is_committed(self) -> bool:
-        """Whether the step's updates have begun, or been skipped because a gradient is not finite."""
+        """Whether the step's updates have begun, or were skipped: a gradient is not finite."""
         return self._left is not None
 
     @property
@@ -96,7 +123,9 @@ class Update:
             self._layers[layer].clear_gradients()
         elif isinstance(self._optimizer, LayeredUpdate):
             self._optimizer.update_layer(layer, grad_scale=self._grad_scale, publish=self._publish)
-        elif len(self._left) == len(order):  # an optimizer that steps as a whole: at the first layer
+        elif len(self._left) == len(
+            order
+        ):  # an optimizer that steps as a whole: at the first layer
             self._optimizer.update_whole(grad_scale=self._grad_scale, publish=self._publish)
         if layer in self._left:
             self._left.remove(layer)
@@ -132,13 +161,41 @@ class Update:
         self.known.set()
 
 
+class _Function:
+    """A user's function in an optimizer's place."""
+
+    def __init__(self, layers: Sequence[HostLayer], function: Callable[[], object]) -> None:
+        self._layers = layers
+        self._function = function
+
+    @torch.no_grad()
+    def update_whole(self, *, grad_scale: Tensor | None = None, publish: bool = True) -> None:
+        """Call the function with gradients in place, then publish what it made of the masters."""
+        assert publish
+        for layer in self._layers:
+            for name, gradient in layer.take_gradients().items():
+                master = layer.masters[name]
+                gradient = gradient.to(master.dtype)  # noqa: PLW2901
+                master.grad = gradient if grad_scale is None else gradient * grad_scale
+        try:
+            with torch.enable_grad():
+                self._function()
+        finally:
+            for layer in self._layers:
+                for master in layer.masters.values():
+                    master.grad = None
+                layer.clear_gradients()
+        for layer in self._layers:
+            layer.publish()
+
+
 class StepResult:
     """What became of a step. Reading a field blocks until the step has committed.
 
     Raises what made the step fail, as StepError.
     """
 
-    def __init__(self, update: Update, engine: Waits) -> None:
+    def __init__(self, update: Update, engine: Waits | None = None) -> None:
         self._update = update
         self._engine = engine
 
@@ -166,7 +223,8 @@ class StepResult:
         return self._update.skipped
 
     def _wait(self) -> None:
-        self._engine.watch(self._update.known)
+        if self._engine is not None:
+            self._engine.watch(self._update.known)
         if self._update.failure is not None:
             raise StepError(f"the step failed: {self._update.failure}") from self._update.failure
 

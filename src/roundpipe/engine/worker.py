@@ -32,7 +32,7 @@ class Worker:
         self._queue.put(task)
 
     def close(self, timeout: float | None = None) -> None:
-        """End the thread once it has run what was put. Safe from any thread, any number of times."""
+        """End the thread once it has run what was put. From any thread, any number of times."""
         self._queue.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)

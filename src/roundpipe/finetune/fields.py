@@ -27,7 +27,7 @@ Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 _DEVICE = re.compile(r"(auto|cpu|cuda|cuda:\d+|\d+)(\s*\*\s*[1-9]\d*)?")
-_MEMORY = re.compile(r"\d+(\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE)
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
 
 class DatasetEntry(BaseModel):
@@ -157,8 +157,8 @@ class TrainConfig(BaseModel):
     recompute_grain: Literal["stage", "layer"] | None = Field(
         None, description="how much is recomputed at once in backward"
     )
-    device_memory_limit: float | str | tuple[float | str, ...] | None = Field(
-        None, description="20GB, a share such as 0.8, or one value a device"
+    device_memory_limit: Positive | None = Field(
+        None, description="bytes of each device that may be used, e.g. 20GB"
     )
 
     # misc
@@ -226,14 +226,17 @@ class TrainConfig(BaseModel):
                 )
         return given
 
-    @field_validator("device_memory_limit")
+    @field_validator("device_memory_limit", mode="before")
     @classmethod
-    def _memory_well_formed(cls, given: Any) -> Any:
-        for limit in given if isinstance(given, tuple) else (given,):
-            good = _MEMORY.fullmatch(limit.strip()) if isinstance(limit, str) else limit > 0
-            if not good:
-                raise ValueError(f"not an amount of memory: {limit}\nhint: 20GB, or a share 0.8")
-        return given
+    def _memory_in_bytes(cls, given: Any) -> Any:
+        if isinstance(given, list | tuple) or (isinstance(given, int | float) and 0 < given <= 1):
+            raise ValueError(f"not yet as a share or a list: {given}\nhint: 20GB, for each device")
+        found = _MEMORY.fullmatch(str(given).strip())
+        if not found:
+            raise ValueError(f"not an amount of memory: {given}\nhint: device_memory_limit=20GB")
+        number, prefix, binary = found.groups()
+        factor = (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
+        return round(float(number) * factor)
 
     @field_validator("warmup_steps", "val_size")
     @classmethod

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+_LEAST_BAR = 12  # characters left for the bar itself, with its margins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,15 @@ class StepFigures:
             used, usable = self.memory
             parts.append(f"ram {used / 1e9:.1f}/{usable / 1e9:.0f} GB")
         return " · ".join(parts)
+
+    def fitting(self, width: int) -> StepFigures:
+        """As much of it as fits into ``width`` characters; the loss is always shown."""
+        shown = self
+        for name in ("memory", "busy_share", "tokens_per_second", "grad_norm"):
+            if len(str(shown)) <= width:
+                break
+            shown = replace(shown, **{name: None})
+        return shown
 
 
 class Progress:
@@ -138,12 +149,13 @@ class BarProgress(Progress):
     def __init__(self, total_steps: int, *, log: Callable[[str], None], stream: TextIO) -> None:
         from rich import progress  # noqa: PLC0415, costs 0.1 s where no bar is drawn
         from rich.console import Console  # noqa: PLC0415
+        from rich.table import Column  # noqa: PLC0415
 
         self._console = Console(file=stream, highlight=False, markup=False)
         super().__init__(total_steps, log=log, write=self._print)
         self._bar = progress.Progress(
             progress.TextColumn("step {task.completed}/{task.total}", markup=False),
-            progress.BarColumn(bar_width=None),
+            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
             progress.TextColumn("{task.fields[figures]}", markup=False),
             console=self._console,
             expand=True,
@@ -162,7 +174,9 @@ class BarProgress(Progress):
 
     def advance(self, figures: StepFigures) -> None:
         """Move the bar."""
-        text = f"{figures}{self.time_left(figures.step)}"
+        left = self.time_left(figures.step)
+        taken = len(f"step {figures.step}/{self.total_steps} ") + _LEAST_BAR + len(left)
+        text = f"{figures.fitting(self._console.width - taken)}{left}"
         with contextlib.suppress(OSError):
             self._bar.update(self._task, completed=figures.step, figures=text)
 

@@ -108,6 +108,8 @@ def call_arguments(root: nn.Module, inputs: Inputs) -> dict[str, Any]:
     for flag in _OUTPUT_FLAGS:
         if kwargs.get(flag) or (kwargs.get(flag) is None and getattr(config, flag, False)):
             raise refuse(root, f"{flag} is not supported yet, set it to False")
+    if "is_causal" in kwargs:  # transformers writes it into the config, which devices share
+        raise refuse(root, "is_causal as an argument is not supported")
     return kwargs
 
 

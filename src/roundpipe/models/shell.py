@@ -282,7 +282,7 @@ class TreeShell:
             if held[local] is not view or view._version != version:
                 raise ModelError(
                     f"a buffer changed in forward: {name}\n"
-                    "hint: layers with running statistics are not supported yet; freeze them "
-                    "(eval mode) or use a layer without"
+                    "hint: what a forward keeps in buffers (running statistics, rotary tables that "
+                    "grow with the length) is not supported yet; use a fixed one"
                 )
         return result

@@ -160,7 +160,7 @@ def front(
     """For each number of stages that some limit gives, the partition whose longest is shortest.
 
     Limits tried are the sums over intervals of layers, which are all that can matter; thinned out
-    above a few hundred. ``longest``: no limit above so many seconds. Ordered from few stages to many.
+    above a few hundred. ``longest``: no limit above so many seconds. From few stages to many.
     """
     sums: set[float] = set()
     for seconds in (

@@ -16,23 +16,43 @@ def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedul
 
     The host stream runs in order, so the first update comes after the last norm: the step commits
     there or not at all. At staleness 1 a layer is published (the update of the step before) once
-    this step has read its old weights for the last time.
+    this step has read its old weights for the last time. That is about one visit of every device
+    before their gradient comes, and the next step waits for it, so it must not stand behind norms
+    that come later.
     """
     draft = Draft.of(base, None)
+    gives = _last_givers(base)
+    queue = [
+        (action.index, 1, -owner, Action(Op.NORM, owner), [action])
+        for owner, action in gives.items()
+    ]
+    if options.staleness:
+        uploads = _uploads(base)
+        queue += [
+            (
+                max(upload.index for upload in uploads[owner]) - base.num_devices,
+                0,
+                owner,
+                Action(Op.PUBLISH, owner),
+                uploads[owner],
+            )
+            for owner in gives
+        ]
+    for *_when, action, after in sorted(queue, key=lambda item: item[:3]):
+        draft.put("host", action, after)
+    for owner in sorted(gives):
+        draft.put("host", Action(Op.UPDATE, owner))
+    return draft.done(staleness=options.staleness)
+
+
+def _uploads(base: Schedule) -> dict[int, list[Action]]:
+    """For each owner the uploads that read its weights."""
     uploads: dict[int, list[Action]] = {}
     for _name, action in base.actions():
         if action.op is Op.UPLOAD:
             for owner in base.owners[action]:
                 uploads.setdefault(owner, []).append(action)
-    gives = _last_givers(base)
-    trained = sorted(gives, key=lambda owner: (gives[owner].index, -owner))
-    for owner in trained:
-        if options.staleness:
-            draft.put("host", Action(Op.PUBLISH, owner), uploads[owner])
-        draft.put("host", Action(Op.NORM, owner), [gives[owner]])
-    for owner in sorted(trained):
-        draft.put("host", Action(Op.UPDATE, owner))
-    return draft.done(staleness=options.staleness)
+    return uploads
 
 
 def _last_givers(base: Schedule) -> dict[int, Action]:

@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a plan is for. ``copy_seconds_per_byte`` is what a copy takes from a device's compute."""
+    """What a plan is for. ``copy_seconds_per_byte`` is what copies take from a device's compute."""
 
     costs: Costs
     devices: int
@@ -51,7 +51,8 @@ class Setting:
 def choose(setting: Setting, name: str = "auto") -> Plan:
     """The quickest plan of one exact step for a schedule's name.
 
-    ``round_robin`` (and ``auto``): every stage on one device, so that the same number of microbatches
+    ``round_robin`` (and ``auto``): every stage on one device, so that the same number of
+    microbatches
     gives the same bits on any number of devices. ``hybrid``: stages of a kind may also run on
     several devices at once. Raises ConfigError for an unknown name, PlanError if nothing fits.
     """
@@ -74,7 +75,8 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
 
 
 def _longest_stage(costs: Costs) -> float:
-    """Seconds that a stage may take: a device holds one stage's weights and activations, not the model.
+    """Seconds that a stage may take: a device holds one stage's weights and activations, not the
+    model.
 
     A quarter of the step's work, or one layer that takes longer.
     """
@@ -116,7 +118,8 @@ def _forward(costs: Costs, stage: range) -> float:
 
 def _both(costs: Costs, stage: range) -> float:
     return sum(
-        costs.layers[layer].forward_seconds + costs.layers[layer].backward_seconds for layer in stage
+        costs.layers[layer].forward_seconds + costs.layers[layer].backward_seconds
+        for layer in stage
     )
 
 

@@ -8,7 +8,7 @@ model is refused.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -67,6 +67,26 @@ def relayout(layers: Sequence[HostLayer]) -> bool:
         for layer in layers
     ]
     return any(changed)
+
+
+def newest_state(
+    model: nn.Module, layers: Sequence[HostLayer], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """``model.state_dict(...)`` with the newest value of every trained parameter, in copies of its own.
+
+    Names that share a parameter share the copy. Blocks on nothing: nothing may be under way.
+    """
+    state: dict[str, Any] = model.state_dict(*args, **kwargs)
+    prefix = kwargs.get("prefix", "")
+    newest = {
+        layer.tensors[name]: layer.newest(name).detach().clone()
+        for layer in layers
+        for name in layer.trainable
+    }
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if prefix + name in state and tensor in newest:
+            state[prefix + name] = newest[tensor]
+    return state
 
 
 def _refuse_unmovable(tensors: Mapping[str, Tensor]) -> None:
