@@ -27,7 +27,7 @@ from _machine import machine_facts
 from _ours import LibrarySubject
 from _peer import CANDIDATES, EVEN, RANKS, Peer, PeerSubject
 from _serial import SerialSubject
-from _verdict import COPIES, LIBRARY, ONE_DEVICE, SERIAL, Figure
+from _verdict import COPIES, LIBRARY, ONE_DEVICE, ROUND_ROBIN, SERIAL, Figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +59,8 @@ class Field:
                 return self._serial.sample()
             case _verdict.LIBRARY:
                 return self._two.sample()
+            case _verdict.ROUND_ROBIN:
+                return self._plain.sample()
             case _verdict.ONE_DEVICE:
                 return self._one.sample()
             case peer:
@@ -71,8 +73,9 @@ class Field:
 
     def _start(self, folder: Path) -> None:
         self._serial = self._group([(SerialSubject, ())] * COPY_COUNT)
-        self._two = self._group([(LibrarySubject, (2,))])
-        self._one = self._group([(LibrarySubject, (1,))])
+        self._two = self._group([(LibrarySubject, (2, "hybrid"))])
+        self._plain = self._group([(LibrarySubject, (2, "round_robin"))])
+        self._one = self._group([(LibrarySubject, (1, "round_robin"))])
         rendezvous = str(folder / "rendezvous")
         self._pair = self._group([(PeerSubject, (rank, rendezvous)) for rank in range(RANKS)])
 
@@ -130,7 +133,7 @@ def run(rounds: int) -> tuple[int, dict[str, Any]]:
         try:
             even = [str(peer) for peer in EVEN]
             peers = even + choose_splits(field)
-            figures = measure(field, [SERIAL, LIBRARY, ONE_DEVICE, *peers, COPIES], rounds)
+            figures = measure(field, [SERIAL, LIBRARY, ROUND_ROBIN, ONE_DEVICE, *peers, COPIES], rounds)
         finally:
             field.close()
     keys = _verdict.keys_of(figures, peers, even)
@@ -163,6 +166,7 @@ def describe(result: dict[str, Any]) -> Iterator[str]:
     for bar in _verdict.BARS:
         verdict = "MISSED" if bar.key in result["missed"] else "met"
         yield f"{bar.key:24}{result['keys'][bar.key]:8.3f}   {bar}: {verdict}"
+    yield f"{'round_robin_fraction':24}{result['keys']['round_robin_fraction']:8.3f}   no bar"
     yield from (f"cannot compare: {fault}" for fault in result["faults"])
     if result["status"] == "busy":
         yield "machine busy: two copies at once disturb each other, so this run is no result"

@@ -6,6 +6,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +80,8 @@ class RoundPipe(Wrapped):
     ) -> None:
         if isinstance(model, RoundPipe):
             raise ModelError("the model is wrapped already\nhint: use it as it is")
+        if pool is not None and pool.is_closed:
+            raise ConfigError("the pool is closed\nhint: make a new DevicePool")
         if pin_model not in ("alloc", "register", "off"):
             raise ConfigError(f"pin_model must be 'alloc', 'register' or 'off': {pin_model!r}")
         super().__init__(model)
@@ -107,6 +110,9 @@ class RoundPipe(Wrapped):
         self._staleness = 0
         self._num_calls = itertools.count()
         self._num_runs = 0  # since planning from sizes
+        self._num_recovered = 0  # failures of the engine that are known here
+        self._every_module = list(model.modules())
+        self._modes: list[bool] = []  # their training flags as the shells have them
         self._remembered: deque[Run] = deque(maxlen=_REMEMBERED_RUNS)
         self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = (
             weakref.WeakKeyDictionary()
@@ -153,9 +159,10 @@ class RoundPipe(Wrapped):
             ),
         )
         call = self._call(asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs)
-        run = self._start_training(call, config)
-        self._engine.wait_results(run)
-        self._making.count(asked)
+        with self._interruptible():
+            run = self._start_training(call, config)
+            self._engine.wait_results(run)
+            self._making.count(asked)
         loss = asked.reported(total_loss(run.losses))
         loss = loss.to(config.output_device or "cpu")
         if not return_outputs:
@@ -191,11 +198,12 @@ class RoundPipe(Wrapped):
         else:
             parts = split(args, kwargs, None, config.num_microbatch)
         call = self._call(parts, config, newest=self._staleness == 1)
-        self._last = None
-        self._sync_mode()
-        run = self._engine.start(self._planner.forward(len(parts), 0), call, follows=False)
-        self._engine.wait_results(run)
-        self._engine.drain()
+        with self._interruptible():
+            self._last = None
+            self._sync_mode()
+            run = self._engine.start(self._planner.forward(len(parts), 0), call, follows=False)
+            self._engine.wait_results(run)
+            self._engine.drain()
         if labels is not None and self._spec.computes_loss:
             put_whole_loss(run.outputs)
         return joined(run.outputs, config)
@@ -227,9 +235,6 @@ class RoundPipe(Wrapped):
         if host is None:
             host = HostOptimizer(step_fn_or_optimizer, self._layers)
             self._optimizers[step_fn_or_optimizer] = host
-        if is_async:
-            for layer in self._layers:
-                layer.split_masters()
         update = Update(
             self._layers,
             host.begin(),
@@ -237,16 +242,20 @@ class RoundPipe(Wrapped):
             scale=self._making.token_scale,
             publish=not is_async,
         )
-        self._engine.step(self._making.runs[-1], update)
-        self._staleness = int(is_async)
-        self._last = self._making.runs[-1] if len(self._making.runs) == 1 else None
-        self._making.end()
+        with self._interruptible():
+            if is_async:
+                for layer in self._layers:
+                    layer.split_masters()
+            self._engine.step(self._making.runs[-1], update)
+            self._staleness = int(is_async)
+            self._last = self._making.runs[-1] if len(self._making.runs) == 1 else None
+            self._making.end()
         return StepResult(update, self._engine)
 
     def synchronize(self) -> None:
         """Block until nothing is under way; raises what failed since the last call."""
-        self._engine.raise_failure()
         self._engine.drain()
+        self._notice_recovery()
         self._follow_requires_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -259,18 +268,20 @@ class RoundPipe(Wrapped):
     def close(self) -> None:
         """Finish what is under way, publish the newest weights and free devices and threads.
 
-        The wrapped module stays usable, with the newest weights. Idempotent.
+        The wrapped module stays usable, with the newest weights. What hangs is left behind after a
+        few seconds. Idempotent.
         """
-        if not self._closer.alive:
+        if "_closer" not in self.__dict__ or not self._closer.alive:
             return
         try:
-            self._engine.drain()
+            self._engine.drain(patient=False)
         except RoundPipeError:
             logger.exception("closing %s", self.name)
-        for layer in self._layers:
-            layer.publish()
-        self._closer()
-        self.disown()
+        finally:
+            for layer in self._layers:
+                layer.publish()
+            self._closer()
+            self.disown()
 
     def __enter__(self) -> RoundPipe:
         return self
@@ -341,13 +352,10 @@ class RoundPipe(Wrapped):
     # ---- inside
 
     def _ready(self) -> None:
-        if not self._closer.alive:
+        if not self._closer.alive or self._pool.is_closed:
             raise ConfigError(f"{self.name} is closed\nhint: wrap the model again")
-        try:
-            self._engine.raise_failure()
-        except BaseException:
-            self._after_failure()
-            raise
+        self._engine.raise_failure()
+        self._notice_recovery()
         changed = self._spec.changed_since_wrapping()
         if changed is not None:
             raise ModelError(
@@ -355,9 +363,24 @@ class RoundPipe(Wrapped):
                 "hint: close() the RoundPipe, change the module, wrap it again"
             )
 
-    def _after_failure(self) -> None:
-        self._making.end()
-        self._last = None
+    def _notice_recovery(self) -> None:
+        """After a failure nothing is left of the step that was being made."""
+        if self._num_recovered != self._engine.num_recovered:
+            self._num_recovered = self._engine.num_recovered
+            self._making.end()
+            self._remembered.clear()
+            self._last = None
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Give up the step if the caller is interrupted (Ctrl-C) anywhere in here."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self._engine.give_up(error)
+            raise
 
     def _trains(self) -> bool:
         return any(layer.trainable for layer in self._layers)
@@ -383,7 +406,7 @@ class RoundPipe(Wrapped):
     def _start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
         if self._making.runs:  # a further call of the same step: added to what is on the host
             self._engine.drain()
-        elif self._num_runs == _RUNS_BEFORE_MEASURED_PLAN:
+        elif self._num_runs == _RUNS_BEFORE_MEASURED_PLAN and self._remembered:
             self._engine.drain()
             self._planner.learn(self._remembered[-1])
         plan = self._planner.plan(len(call.microbatches), config.execute_plan)
@@ -393,7 +416,7 @@ class RoundPipe(Wrapped):
         follows = self._last is not None and kind == self._kind and not self._making.runs
         schedule = self._last.program.schedule if follows and self._last is not None else None
         program = self._planner.training(kind, schedule.next_start_device if schedule else 0)
-        if not follows:
+        if not follows or self._modes != [module.training for module in self._every_module]:
             self._engine.drain()
             self._sync_mode()
         run = self._engine.start(program, call, follows=follows)
@@ -408,21 +431,26 @@ class RoundPipe(Wrapped):
         for model in self._engine.models:
             model.sync_mode()
         self._engine.draws.forget()
+        self._modes = [module.training for module in self._every_module]
 
     def _step_by_function(
         self, function: Callable[..., Any], args: Any, kwargs: Any, max_grad_norm: float | None
     ) -> StepResult:
         """Everything by hand: gradients into ``.grad`` of the masters, call, publish."""
         self._engine.drain()
-        update = Update.by_hand(
-            self._layers,
-            lambda: function(*args, **kwargs),
-            max_norm=max_grad_norm,
-            scale=self._making.token_scale,
-        )
-        self._staleness = 0
-        self._making.end()
-        self._last = None
+        scale = self._making.token_scale
+        self._staleness, self._last = 0, None
+        self._making.end()  # whatever the function does, these gradients are used
+        try:
+            update = Update.by_hand(
+                self._layers,
+                lambda: function(*args, **kwargs),
+                max_norm=max_grad_norm,
+                scale=scale,
+            )
+        finally:
+            for layer in self._layers:
+                layer.clear_gradients()
         return StepResult(update)
 
 

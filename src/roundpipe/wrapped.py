@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_OWNER = "_roundpipe_owner"  # on the user's module: a weak reference to what wraps it
+_OWNER = "_roundpipe_owner"  # on the user's module: what wraps it
+
+
+class _Owner:
+    """Knows, weakly, what wraps the module it hangs on. A copy of that module is nobody's."""
+
+    def __init__(self, wrapper: Wrapped) -> None:
+        self.wrapper = weakref.ref(wrapper)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class Wrapped(nn.Module):
@@ -27,7 +37,7 @@ class Wrapped(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         _close_owner(model)
-        object.__setattr__(model, _OWNER, weakref.ref(self))
+        object.__setattr__(model, _OWNER, _Owner(self))
         self.model = model
         self.training = model.training
 
@@ -37,7 +47,7 @@ class Wrapped(nn.Module):
 
     def disown(self) -> None:
         """Let the module be wrapped anew without closing this wrapper first."""
-        if hasattr(self.model, _OWNER):
+        if self.model.__dict__.get(_OWNER) is not None:
             object.__delattr__(self.model, _OWNER)
 
     def synchronize(self) -> None:
@@ -80,7 +90,7 @@ class Wrapped(nn.Module):
 
 def _close_owner(model: nn.Module) -> None:
     """Close what wraps ``model`` already: a notebook cell run twice frees the first instance."""
-    reference = getattr(model, _OWNER, None)
-    owner = reference() if reference is not None else None
-    if owner is not None:
-        owner.close()
+    owner = getattr(model, _OWNER, None)
+    wrapper = owner.wrapper() if isinstance(owner, _Owner) else None
+    if wrapper is not None:
+        wrapper.close()

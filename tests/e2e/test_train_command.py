@@ -64,7 +64,8 @@ def first(python: Python, place: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_config_file_trains_an_adapter(first: Any, place: Path) -> None:
     assert first.returncode == 0, first.stderr
-    records = [json.loads(line) for line in (place / "out/trainer_log.jsonl").open()]
+    log = (place / "out/trainer_log.jsonl").read_text()
+    records = [json.loads(line) for line in log.splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

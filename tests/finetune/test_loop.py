@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe.errors import ConfigError, DataError, RoundPipeError
-from roundpipe.finetune import loop
+from roundpipe.finetune import prepare, steps
 from roundpipe.finetune.adapters import add_adapter
 from roundpipe.finetune.collate import collate
 from roundpipe.finetune.data import load_dataset
@@ -173,7 +173,7 @@ def test_a_changed_config_is_refused_before_anything_is_loaded(
     config_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result, _ = run(config_of())
-    monkeypatch.setattr(loop, "prepare", None)
+    monkeypatch.setattr(prepare, "prepare", None)
     with pytest.raises(ConfigError, match=r"learning_rate: 0\.01 there, 0\.1 now"):
         run(config_of(learning_rate=0.1))
     assert result.folder.exists()
@@ -230,7 +230,7 @@ def test_an_interrupt_before_the_first_step_keeps_nothing(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "_run_steps", interrupted)
+    monkeypatch.setattr(steps, "_run_steps", interrupted)
     stream = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
         train(config_of(), terminal=Terminal(stream))

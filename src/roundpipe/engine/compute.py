@@ -105,6 +105,11 @@ class Compute:
             Op.BACKWARD: self._backward,
         }[action.op](run, visit, action.microbatch)
 
+    def _poison_sums(self, run: Run, visit: Visit, microbatch: int) -> None:
+        """Spoil the slot that a visit's first backward is about to fill; for tests."""
+        if microbatch == visit.microbatches[0] and run.program.schedule.trains(visit):
+            self.model.device.poison(self.model.sums_slot(visit, run.prints.sums[visit.number]))
+
     def _begin(self, run: Run, visit: Visit) -> None:
         self.model.enter(visit, run.prints.slot[visit.number])
         if run.program.schedule.trains(visit):
@@ -115,6 +120,7 @@ class Compute:
     def _arrived(self, visit: Visit, microbatch: int) -> tuple[Boundary, Inputs, Any]:
         """What the visit starts from; a boundary that stayed here is taken from its maker."""
         boundary, inputs, label = self.model.arrived.pop((visit.number, microbatch))
+        self.model.hold("compute", (boundary, inputs.args, inputs.kwargs, label))
         if boundary is None and visit.layers.start > 0:
             boundary = self.model.kept.pop((visit.layers.start, microbatch))
         return boundary, inputs, label
@@ -143,6 +149,7 @@ class Compute:
         for layer in visit.layers:
             boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
         assert run.call.loss is not None
+        self._poison_sums(run, visit, microbatch)
         loss = run.call.loss(boundary, label, microbatch)
         backward([loss], [torch.ones_like(loss)])
         kept = None
@@ -176,7 +183,9 @@ class Compute:
             gradients = self.model.kept_gradients.pop((visit.layers.stop, microbatch))
         else:
             gradients = self.model.arrived_gradients.pop(key)
+            self.model.hold("compute", gradients)
         graph = self.model.graphs.pop(key)
+        self._poison_sums(run, visit, microbatch)
         if not run.call.recompute_by_layer:
             backward(graph.outputs, gradients)
             self._give(run, visit, microbatch, graph.leaves)

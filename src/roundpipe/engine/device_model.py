@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -106,6 +109,15 @@ class DeviceModel:
                     hook = self._collector(layer, name)
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return shell
+
+    def hold(self, stream: str, tree: Any) -> None:
+        """Keep tensors that another stream made until ``stream`` has used them.
+
+        Needed where a launch returns before its work has run; the CPU's closures hold their own.
+        """
+        if self.device.torch_device.type != "cpu":
+            leaves = pytree.tree_leaves(tree)
+            self.device.hold(stream, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
     def sync_mode(self) -> None:
         """Take over the user's ``training`` flags. Nothing may be in flight that sees them."""

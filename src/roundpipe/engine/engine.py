@@ -12,13 +12,12 @@ Rules
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.device.fake import FakeDevice
+from roundpipe.engine.claims import Claims
 from roundpipe.engine.compute import Compute
 from roundpipe.engine.device_model import DeviceModel
 from roundpipe.engine.handover import Handover
@@ -28,9 +27,10 @@ from roundpipe.engine.random import LayerRandom
 from roundpipe.engine.run import Call, Run
 from roundpipe.engine.transfer import TRANSFERS, download_gradients
 from roundpipe.engine.updates import Update, merge_partials
-from roundpipe.errors import StallError, StepError
+from roundpipe.engine.watchdog import Watchdog
+from roundpipe.errors import StepError
 from roundpipe.plan.actions import COMPUTE, OF_LAYERS, Action, Op
-from roundpipe.plan.footprint import Footprints, Turns
+from roundpipe.plan.footprint import Footprint, Footprints, Turns
 from roundpipe.store.segment import allocate_host
 
 if TYPE_CHECKING:
@@ -41,10 +41,16 @@ if TYPE_CHECKING:
     from roundpipe.device.api import Event
     from roundpipe.engine.pool import DevicePool
     from roundpipe.models.spec import ModelSpec
+    from roundpipe.plan.schedule import Visit
     from roundpipe.store.layer import HostLayer
 
-_POLL_SECONDS = 0.5
 _GRACE_SECONDS = 2.0
+_STILL_UNDER_WAY = "\nhint: some of its work is still under way; the next call waits for that"
+_FINISHED = "\nhint: the step was committed; its remaining updates were made after all"
+_MIXED = (
+    "\nhint: the weights are mixed: some may be a step ahead of others; load the last checkpoint"
+)
+_UNSEEN = Footprint()  # real devices do not look
 
 
 class Engine:
@@ -62,20 +68,23 @@ class Engine:
         stall_seconds: float = 600.0,
     ) -> None:
         self.pool, self.spec, self.layers = pool, spec, layers
-        self.stall_seconds = stall_seconds
+        self._watchdog = Watchdog(pool, stall_seconds)
         self.draws = LayerRandom()
         self.models = [
             DeviceModel(device, index, spec, layers) for index, device in enumerate(pool.devices)
         ]
         self._computes = [Compute(model, self.draws) for model in self.models]
         self._partials: dict[tuple[int, int], Tensor] = {}
+        is_fake = isinstance(pool.host, FakeDevice)
+        self._claims = Claims(pool.host, self.models, layers) if is_fake else None
         self._turns = Turns()
         self._active: list[tuple[Run, Update | None]] = []
         self._last: Run | None = None
         self._failed: Run | None = None
+        self._is_told = False  # whether the failure was raised, though something still hangs
+        self.num_recovered = 0  # failures whose steps have been forgotten
         self._streams: dict[int, set[str]] = {}
         self._idle: Event | None = None  # everything before the last drain
-        self._finished = 0  # works that have run; only whether it changes matters
 
     # ---- what the caller's thread does
 
@@ -92,13 +101,14 @@ class Engine:
         self._active = [pair for pair in self._active if not _is_over(*pair)]
         self._active.append((run, None))
         self._last = run
-        if previous is None and self._idle is not None:
-            for worker, streams in self._streams.items():
-                task = functools.partial(self._begin_anew, worker, tuple(streams), self._idle)
-                self.pool.worker(worker).put(task)
-        for worker, items in program.during_call.items():
-            self.pool.worker(worker).put(functools.partial(self._issue, run, worker, items))
-        self.pool.worker(RESULTS).put(functools.partial(self._bring_results, run))
+        with self.pool.lock:  # each worker gets the runs of several engines in the same order
+            if previous is None and self._idle is not None:
+                for worker, streams in self._streams.items():
+                    task = functools.partial(self._begin_anew, worker, tuple(streams), self._idle)
+                    self.pool.worker(worker).put(task)
+            for worker, items in program.during_call.items():
+                self.pool.worker(worker).put(functools.partial(self._issue, run, worker, items))
+            self.pool.worker(RESULTS).put(functools.partial(self._bring_results, run))
         return run
 
     def wait_results(self, run: Run) -> None:
@@ -111,17 +121,19 @@ class Engine:
 
     def step(self, run: Run, update: Update) -> None:
         """Begin the updates that follow ``run``; returns at once."""
-        self._active = [(each, update if each is run else other) for each, other in self._active]
+        run.update = update  # before the look at its failure: `fail` looks the other way round
+        others = [pair for pair in self._active if pair[0] is not run]
+        self._active = [*others, (run, update)]  # a drain since the call has taken it out
         if run.failure is not None:
             update.fail(run.failure)
-        run.update = update
         items = run.program.at_step
         if not items:  # nothing is trained
             update.nothing_to_do()
         self.pool.worker(HOST).put(functools.partial(self._issue, run, HOST, items))
 
-    def drain(self) -> None:
-        """Block until nothing is under way; raises what failed."""
+    def drain(self, *, patient: bool = True) -> None:
+        """Block until nothing is under way; raises what failed. ``patient``: with what hangs."""
+        self.raise_failure(patient=patient)
         try:
             self.watch(self._fence())
         except BaseException as error:
@@ -135,31 +147,49 @@ class Engine:
 
     def fail(self, run: Run, error: BaseException, action: Action | None = None) -> None:
         """End ``run`` and every later one; called from any thread."""
-        later = False
-        for each, update in self._active:
-            later = later or each is run
-            if later:
-                each.fail(error, action)
-                if update is not None:
-                    update.fail(error)
+        runs = [each for each, _ in self._active]
+        for each in runs[runs.index(run) :] if run in runs else [run]:
+            each.fail(error, action)
+            if each.update is not None:
+                each.update.fail(error)
         if self._failed is None:
             self._failed = run
 
-    def raise_failure(self) -> None:
-        """Raise what failed, once nothing is under way and the state is the last committed one."""
-        if self._failed is None:
+    def give_up(self, error: BaseException) -> None:
+        """End what is under way because the caller was interrupted, who knows why."""
+        if self._last is not None and self._failed is None:
+            self.fail(self._last, error)
+        self._is_told = True
+
+    def raise_failure(self, *, patient: bool = True) -> None:
+        """Raise what failed, once nothing is under way and the state is the last committed one.
+
+        What hangs is left alone after a moment and the failure raised all the same. The next call
+        waits for it, for ``stall_seconds`` if ``patient``, and says nothing if that helps.
+        """
+        run, is_told = self._failed, self._is_told
+        if run is None and not is_told:
             return
-        run = self._failed
-        assert run.failure is not None
-        if not self._settle():
-            raise self._as_step_error(run) from _cause(run.failure)
-        self._failed = None
-        note = self._finish_updates()
-        self._forget_in_flight()
-        error = run.failure
-        if isinstance(error, Exception):
+        if self._settle(patient=patient and is_told):
+            note = self._recover()
+            if is_told and note != _MIXED:
+                return
+        else:
+            note, self._is_told = _STILL_UNDER_WAY, True
+        error = run.failure if run is not None else None
+        if run is None or error is None:
+            raise StepError(f"the call before was interrupted{note}")
+        if isinstance(error, Exception) or is_told:
             raise self._as_step_error(run, note) from _cause(error)
         raise error
+
+    def _recover(self) -> str:
+        """Bring the state to the last committed step's; what there is to tell of it."""
+        note = self._finish_updates()
+        self._forget_in_flight()
+        self._failed, self._is_told = None, False
+        self.num_recovered += 1
+        return note
 
     def close(self) -> None:
         """Give the devices' memory back. The pool is its owner's to close."""
@@ -185,7 +215,7 @@ class Engine:
                     event = run.receive(wait)
                     if event is not None:
                         device.wait(item.stream, event)
-                prints = run.prints.of(item.action)
+                prints = self._footprint(run, item.action)
                 timing = device.launch(
                     item.stream,
                     functools.partial(self._execute, run, worker, item.action),
@@ -201,6 +231,9 @@ class Engine:
         except BaseException as error:  # a bug of ours, or a run that was given up
             if run.failure is None:
                 self.fail(run, error)
+
+    def _footprint(self, run: Run, action: Action) -> Footprint:
+        return self._claims.footprint(run, action) if self._claims else _UNSEEN
 
     def _begin_anew(self, worker: int, streams: Sequence[str], idle: Event) -> None:
         """Order all streams behind a drain. Real devices know; a fake one only believes events."""
@@ -223,7 +256,7 @@ class Engine:
                 merge_partials(run, self.layers, action, self._partials)
             else:
                 self._execute_host(run, action)
-        self._finished += 1
+        self.pool.num_finished += 1
 
     def _execute_host(self, run: Run, action: Action) -> None:
         layer = self.layers[action.index]
@@ -258,14 +291,9 @@ class Engine:
         for visit in schedule.visits:
             if schedule.trains(visit):
                 action = Action(Op.DOWNLOAD, visit.number, chunk=0)
-                for index in visit.layers:
-                    if index not in schedule.owners[action]:
-                        size = self.layers[index].slot_gradient_layout.num_bytes
-                        held = self._partials.get((visit.number, index))
-                        if held is None or held.numel() != size:
-                            self._partials[visit.number, index] = allocate_host(size)
-                    else:
-                        self.layers[index].gradients(partial_sums=False)
+                self._prepare_gradients(visit, schedule.owners[action])
+        if self._claims is not None:
+            self._claims.claim_host(schedule, self._partials)
         for _, action in schedule.actions():
             if action.op in OF_LAYERS:
                 self._streams.setdefault(HOST, set()).add("host")
@@ -273,10 +301,21 @@ class Engine:
             device, _, stream = name.rpartition(".")
             self._streams.setdefault(int(device) if device else HOST, set()).add(stream)
 
+    def _prepare_gradients(self, visit: Visit, direct: Sequence[int]) -> None:
+        """Make what a visit's gradients come down into: the segments, or partial sums."""
+        for index in visit.layers:
+            if index in direct:
+                self.layers[index].gradients(partial_sums=False)
+                continue
+            size = self.layers[index].slot_gradient_layout.num_bytes
+            held = self._partials.get((visit.number, index))
+            if held is None or held.numel() != size:
+                self._partials[visit.number, index] = allocate_host(size)
+
     def _fence(self) -> threading.Event:
         """An event that is set when all that was put before has run."""
         idle = threading.Event()
-        if not self._streams:
+        if not self._streams or self.pool.is_closed:  # a pool ends when all has run
             idle.set()
             return idle
         marks: list[Handover] = []
@@ -298,33 +337,15 @@ class Engine:
         self.pool.worker(RESULTS).put(collect)
         return idle
 
-    def watch(self, ready: threading.Event, *, seconds: float | None = None) -> None:
+    def watch(self, ready: threading.Event) -> None:
         """Wait for ``ready`` in the caller's thread; raises StallError when nothing finishes."""
-        limit = self.stall_seconds if seconds is None else seconds
-        finished, since = self._finished, time.monotonic()
-        while not ready.wait(min(_POLL_SECONDS, limit / 2)):
-            if self._finished != finished:
-                finished, since = self._finished, time.monotonic()
-            elif time.monotonic() - since > limit:
-                raise StallError(self._describe_stall(limit))
+        self._watchdog.watch(ready)
 
-    def _describe_stall(self, seconds: float) -> str:
-        if sys.__stderr__ is not None:
-            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-        lines = [f"nothing finished for {seconds:g} s:"]
-        for index, device in enumerate((*self.pool.devices, self.pool.host)):
-            name = "host" if device is self.pool.host else f"device {index} ({device.name})"
-            lines += [f"  {name} {stream}: {what}" for stream, what in device.describe().items()]
-        lines.append("hint: the stacks of all threads are on standard error")
-        return "\n".join(lines)
-
-    def _settle(self) -> bool:
+    def _settle(self, *, patient: bool) -> bool:
         """Wait until nothing of a failed step is under way; False if something hangs."""
-        try:
-            self.watch(self._fence(), seconds=min(self.stall_seconds, _GRACE_SECONDS))
-        except StallError:
-            return False
-        return True
+        stall = self._watchdog.stall_seconds
+        limit = stall if patient else min(stall, _GRACE_SECONDS)
+        return self._watchdog.is_set(self._fence(), limit)
 
     def _finish_updates(self) -> str:
         """Bring committed updates to their end, in order of steps; what to tell of it."""
@@ -334,13 +355,10 @@ class Engine:
                 continue
             try:
                 update.finish()
-                note = "\nhint: the step was committed; its remaining updates were made after all"
+                note = note or _FINISHED
             except Exception as error:
                 run.failure = error
-                note = (
-                    "\nhint: the weights are mixed: some layers are a step ahead of others; "
-                    "load the last checkpoint"
-                )
+                note = _MIXED
         return note
 
     def _forget_in_flight(self) -> None:
@@ -348,6 +366,7 @@ class Engine:
             model.drop_in_flight()
         for layer in self.layers:
             layer.clear_gradients()
+            layer.publish()  # at staleness 1 the step may have published some layers, not others
         self._active.clear()
         self._last = None
 

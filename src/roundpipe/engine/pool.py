@@ -7,6 +7,7 @@ The host is a device too, so that its work is ordered by the same events.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class DevicePool:
         names = [*range(len(self.devices)), HOST, RESULTS]
         self._workers = {name: Worker(_title(name)) for name in names}
         self.lock = threading.Lock()  # who starts runs: one caller at a time
+        self.num_finished = 0  # works that have run; only whether it changes matters
         self._finalizer = weakref.finalize(self, _close, self._workers, [*self.devices, self.host])
 
     def __enter__(self) -> DevicePool:
@@ -82,7 +84,11 @@ def _title(name: int) -> str:
 
 
 def _close(workers: dict[int, Worker], devices: Sequence[Device]) -> None:
+    """End everything; what hangs is left behind after a few seconds for all of it."""
+    deadline = time.monotonic() + _CLOSE_SECONDS
     for worker in workers.values():
-        worker.close(_CLOSE_SECONDS)
+        worker.close(0.0)
+    for worker in workers.values():
+        worker.close(max(0.0, deadline - time.monotonic()))
     for device in devices:
-        device.close(timeout_seconds=_CLOSE_SECONDS)
+        device.close(timeout_seconds=max(0.0, deadline - time.monotonic()))

@@ -43,6 +43,11 @@ class DrawsFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             None  # made at the first draw: most layers have none
         )
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrap every dispatch for the compiler, whose import alone takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

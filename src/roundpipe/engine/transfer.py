@@ -40,6 +40,8 @@ def upload_weights(run: Run, model: DeviceModel, action: Action) -> None:
     """``U``: copy one chunk of a visit's weights into its slot."""
     visit = run.program.schedule.visits[action.index]
     slot = model.slot(visit, run.prints.slot[visit.number])
+    if action.chunk == 0:
+        model.device.poison(slot)
     low, high = _chunk_of(run, action, slot.numel())
     start = 0
     for layer in (model.layers[layer] for layer in visit.layers):
@@ -115,6 +117,7 @@ def activation_out(run: Run, model: DeviceModel, action: Action) -> None:
     """``a``: bring down boundaries that other visits read, or a microbatch's loss and outputs."""
     visit, microbatch = _of(run, action)
     leaving = model.leaving.pop((visit.number, microbatch))
+    model.hold("activations_down", leaving)
     host = torch.device("cpu")
     if visit.has_backward:
         loss, outputs = leaving
@@ -132,6 +135,7 @@ def gradient_out(run: Run, model: DeviceModel, action: Action) -> None:
     """``g``: bring down the gradient of a visit's boundary."""
     visit, microbatch = _of(run, action)
     gradient = model.leaving_gradients.pop((visit.number, microbatch))
+    model.hold("activations_down", gradient)
     run.gradients.put(visit.layers.start, microbatch, to_device(gradient, torch.device("cpu")))
 
 
@@ -147,6 +151,8 @@ def download_gradients(
     sums = model.sums_slot(visit, run.prints.sums[visit.number])
     low, high = _chunk_of(run, action, sums.numel())
     direct = run.program.schedule.owners[action]
+    if action.chunk == 0:
+        _poison_host(run, model, visit, partials)
     start = 0
     for index in visit.layers:
         layer = model.layers[index]
@@ -164,6 +170,20 @@ def download_gradients(
     if action.chunk == run.program.schedule.chunks[Op.DOWNLOAD, visit.number] - 1:
         for index in direct:
             model.layers[index].mark_received(run.received[visit.number, index])
+
+
+def _poison_host(
+    run: Run, model: DeviceModel, visit: Visit, partials: dict[tuple[int, int], Tensor]
+) -> None:
+    """Spoil what a visit's gradients are about to be written over, for tests on the CPU."""
+    if model.device.torch_device.type != "cpu":
+        return
+    direct = run.program.schedule.owners[Action(Op.DOWNLOAD, visit.number, chunk=0)]
+    for index in visit.layers:
+        if index in direct:
+            model.device.poison(model.layers[index].gradients(partial_sums=False).buffer)
+        else:
+            model.device.poison(partials[visit.number, index])
 
 
 def _download_direct(layer: HostLayer, sums: Tensor, low: int, high: int) -> None:

@@ -65,9 +65,9 @@ class Update:
         self._publish = publish
         self._norms: dict[int, Tensor] = {}
         self._grad_scale: Tensor | None = None
-        self._left: list[int] | None = (
-            None  # layers whose update is still to come; None: not committed
-        )
+        # Layers whose update is still to come; None: not committed.
+        self._left: list[int] | None = None
+        self._is_whole_begun = False  # an optimizer that steps as a whole was called
         self.grad_norm: Tensor | None = None
         self.skipped = False
         self.known = threading.Event()  # set when the step has committed or was skipped
@@ -123,10 +123,10 @@ class Update:
             self._layers[layer].clear_gradients()
         elif isinstance(self._optimizer, LayeredUpdate):
             self._optimizer.update_layer(layer, grad_scale=self._grad_scale, publish=self._publish)
-        elif len(self._left) == len(
-            order
-        ):  # an optimizer that steps as a whole: at the first layer
+        elif not self._is_whole_begun:  # an optimizer that steps as a whole: at the first layer
+            self._is_whole_begun = True
             self._optimizer.update_whole(grad_scale=self._grad_scale, publish=self._publish)
+            self._left.clear()
         if layer in self._left:
             self._left.remove(layer)
 
@@ -135,7 +135,13 @@ class Update:
         self._commit(())
 
     def finish(self) -> None:
-        """Go on with a committed step whose update failed, until all layers have one version."""
+        """Go on with a committed step whose update failed, until all layers have one version.
+
+        Raises what fails again, and StepError for an optimizer that steps as a whole: nobody knows
+        how far it came.
+        """
+        if self._left and self._is_whole_begun:
+            raise StepError("an optimizer that steps as a whole failed in its step")
         for layer in list(self._left or ()):
             self.update(layer, ())
 

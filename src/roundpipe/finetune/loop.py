@@ -1,45 +1,26 @@
 """`roundpipe train`, from config to result, in the order in which it happens.
 
-config → folder → tokenizer → data → model → adapter → RoundPipe → optimizer → steps → result
+config → folder → tokenizer → data → model → adapter (`prepare.py`)
+       → RoundPipe → optimizer → steps → result      (`steps.py`)
 
 Whatever a user can get wrong fails before the first step, most of it before the model is loaded;
-nothing of an earlier run is removed until then. Once steps have been made, whatever ends the run
-early, Ctrl-C or a failure, leaves the newest weights in a folder of their own.
+nothing of an earlier run is removed until then. What the folder alone can answer (already
+finished, another config, in use) is answered before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from roundpipe.config import RoundPipeRunConfig
-from roundpipe.errors import RoundPipeError
-from roundpipe.finetune.collate import collate
-from roundpipe.finetune.evaluate import evaluation_loss
-from roundpipe.finetune.length import RunLength, sample_order
-from roundpipe.finetune.prepare import prepare
-from roundpipe.finetune.result import save_early, save_run, show_usage
 from roundpipe.finetune.run_folder import RunState, claim
-from roundpipe.finetune.sample import answer_prompts
-from roundpipe.finetune.schedule import make_scheduler, rate_factor, warmup_step_count
-from roundpipe.finetune.step_log import StepLog, StepRecord
 from roundpipe.finetune.terminal import Terminal
-from roundpipe.optim import AdamW
-from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from torch.optim.lr_scheduler import LRScheduler
-
     from roundpipe.finetune.config import TrainConfig
-    from roundpipe.finetune.prepare import Job
-    from roundpipe.finetune.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -47,8 +28,12 @@ class TrainResult:
     """What a run came to. ``history``: the records of ``trainer_log.jsonl``."""
 
     folder: Path
-    global_step: int
     history: list[dict[str, Any]]
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps made."""
+        return max((int(record["step"]) for record in self.history), default=0)
 
 
 def train(
@@ -80,144 +65,8 @@ def train(
                 f"starting over: {config.output_dir} holds an unfinished run of this config "
                 "without a checkpoint"
             )
+        with terminal.waiting("starting torch"):
+            from roundpipe.finetune.prepare import prepare  # noqa: PLC0415
+            from roundpipe.finetune.steps import train_job  # noqa: PLC0415
         with prepare(config, terminal, environment=environment) as job:
-            return _train(job, folder, terminal)
-
-
-def _train(job: Job, folder: RunFolder, terminal: Terminal) -> TrainResult:
-    config, length = job.config, RunLength.of(job.config, len(job.dataset.samples))
-    before = _answers(job, job.model.state_dict(), terminal)
-    torch.manual_seed(config.seed)
-    with RoundPipe(job.model, devices=list(job.devices)) as trainer:
-        folder.start(config, replace=folder.state is RunState.NEW)
-        log = StepLog(folder, total_steps=length.total_steps, logging_steps=config.logging_steps)
-        with (
-            terminal.logging_to(folder.path / "run.log"),
-            _kept_when_ended_early(job, trainer, folder, log, terminal),
-        ):
-            with terminal.progress(length.total_steps) as progress:
-                log.show_on(progress)
-                _run_steps(job, trainer, length, log)
-            weights = trainer.state_dict()
-            terminal.answers(config.sample_prompts, before, _answers(job, weights, terminal))
-            with terminal.waiting("saving"):
-                save_run(job, weights, folder, length.state(log.history))
-            show_usage(job, terminal)
-    return TrainResult(folder.path, length.total_steps, log.history)
-
-
-def _run_steps(job: Job, trainer: RoundPipe, length: RunLength, log: StepLog) -> None:
-    """Run every optimizer step, with the evaluations that are due in between."""
-    config = job.config
-    optimizer = _make_optimizer(config, trainer)
-    scheduler = _make_scheduler(config, optimizer, length)
-    trainer.train()
-    started = time.perf_counter()
-    for step, indices in enumerate(sample_order(config, length), start=1):
-        batch = collate([job.dataset.samples[i] for i in indices], job.pad_token_id)
-        rate = scheduler.get_last_lr()[0]
-        loss = trainer.forward_backward(
-            input_kwargs=batch, run_config=_run_config(config, len(indices))
-        )
-        result = trainer.step(
-            optimizer, is_async=config.staleness == 1, max_grad_norm=config.max_grad_norm
-        )
-        scheduler.step()
-        record = StepRecord(
-            step=step,
-            epoch=length.epoch(step),
-            loss=float(loss),
-            learning_rate=float(rate),
-            tokens=int(batch["attention_mask"].sum()),
-            seconds=time.perf_counter() - started,
-        )
-        started = time.perf_counter()
-        log.add(record, result)
-        if length.is_evaluation_due(config, step):
-            log.add_evaluation(step, length.epoch(step), _evaluate(job, trainer))
-            started = time.perf_counter()
-    log.settle()
-
-
-def _make_optimizer(config: TrainConfig, trainer: RoundPipe) -> AdamW:
-    """AdamW over the master weights; biases and norms (vectors) do not decay."""
-    named = list(trainer.optim_named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-    )
-
-
-def _make_scheduler(config: TrainConfig, optimizer: AdamW, length: RunLength) -> LRScheduler:
-    factor = rate_factor(
-        config.lr_scheduler_type,
-        num_warmup_steps=warmup_step_count(config.warmup_steps, length.total_steps),
-        total_steps=length.total_steps,
-        min_ratio=config.min_lr_ratio or 0.0,
-    )
-    return make_scheduler(optimizer, factor)
-
-
-def _run_config(config: TrainConfig, num_samples: int) -> RoundPipeRunConfig:
-    count = config.num_microbatch
-    if config.micro_batch_size is not None:
-        count = -(-num_samples // config.micro_batch_size)
-    return RoundPipeRunConfig(num_microbatch=count, recompute_grain=config.recompute_grain)
-
-
-def _evaluate(job: Job, trainer: RoundPipe) -> float:
-    """Loss on the evaluation data with the newest weights, without dropout."""
-
-    def forward(**batch: Any) -> Any:
-        run_config = _run_config(job.config, len(batch["input_ids"]))
-        return trainer(**batch, roundpipe_run_config=run_config)
-
-    trainer.eval()
-    try:
-        return evaluation_loss(
-            forward,
-            job.dataset.eval_samples,
-            batch_size=job.config.batch_size,
-            pad_token_id=job.pad_token_id,
-            vocabulary=getattr(job.model.config, "vocab_size", 0),
-        )
-    finally:
-        trainer.train()
-
-
-def _answers(job: Job, weights: Mapping[str, torch.Tensor], terminal: Terminal) -> list[str]:
-    prompts = job.config.sample_prompts
-    with terminal.waiting(f"answering {len(prompts)} sample prompts"):
-        return answer_prompts(job.model, weights, job.tokenizer, prompts)
-
-
-@contextlib.contextmanager
-def _kept_when_ended_early(
-    job: Job, trainer: RoundPipe, folder: RunFolder, log: StepLog, terminal: Terminal
-) -> Iterator[None]:
-    """Save the newest committed weights when Ctrl-C or a failure ends the block; raise it on."""
-    try:
-        yield
-    except (KeyboardInterrupt, RoundPipeError) as end:
-        why = "interrupted" if isinstance(end, KeyboardInterrupt) else "failed"
-        if log.last_step == 0:
-            terminal.line(f"{why} before the first step was done: there is nothing to keep")
-            raise
-        terminal.line(f"{why} after step {log.last_step}; saving the weights of that step …")
-        try:
-            kept = save_early(job, trainer.state_dict(), folder)
-        except Exception as error:  # what ended the run is what must be told
-            terminal.line(f"they could not be saved: {error}")
-        else:
-            terminal.line(
-                f"saved {kept} (loads like a finished result); the log is in "
-                f"{job.config.output_dir}; the same command starts over"
-            )
-        raise
+            return TrainResult(folder.path, train_job(job, folder, terminal))

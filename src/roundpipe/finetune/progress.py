@@ -47,11 +47,12 @@ class StepFigures:
 
     def fitting(self, width: int) -> StepFigures:
         """As much of it as fits into ``width`` characters; the loss is always shown."""
-        shown = self
+        shown: StepFigures = self
         for name in ("memory", "busy_share", "tokens_per_second", "grad_norm"):
             if len(str(shown)) <= width:
                 break
-            shown = replace(shown, **{name: None})
+            nothing: dict[str, Any] = {name: None}
+            shown = replace(shown, **nothing)
         return shown
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 from roundpipe.errors import RoundPipeError
 from roundpipe.finetune.host_memory import usable_bytes, used_bytes
@@ -26,7 +26,7 @@ class PendingStep(Protocol):
     """Of a step that may be under way: reading a field waits for its end."""
 
     @property
-    def grad_norm(self) -> float | None:
+    def grad_norm(self) -> SupportsFloat | None:
         """Global norm of the step's gradients before clipping."""
         ...
 
@@ -86,7 +86,8 @@ class StepLog:
         if self._pending is None:
             return
         (record, result), self._pending = self._pending, None
-        self._last_norm = result.grad_norm
+        norm = result.grad_norm
+        self._last_norm = None if norm is None else float(norm)
         self._count_skipped(record, result)
         is_last = record.step == self._total_steps
         if record.step % self._logging_steps == 0 or is_last:
@@ -106,14 +107,14 @@ class StepLog:
             tokens=sum(s.tokens for s in steps),
             seconds=sum(s.seconds for s in steps),
         )
-        figures = self._figures(mean, result.grad_norm)
+        figures = self._figures(mean, self._last_norm)
         self._append(
             {
                 "step": record.step,
                 "total_steps": self._total_steps,
                 "epoch": round(record.epoch, 4),
                 "loss": _finite(mean.loss),
-                "grad_norm": _finite(result.grad_norm),
+                "grad_norm": _finite(self._last_norm),
                 "learning_rate": record.learning_rate,
                 "tokens_per_second": round(figures.tokens_per_second or 0.0, 1),
                 "seconds": round(mean.seconds, 3),

@@ -115,7 +115,7 @@ class Terminal:
         if self._is_tty():
             self._write(f"{what} …")
         else:
-            self._write_line(f"{what} …")
+            self.line(f"{what} …")
 
     def _is_tty(self) -> bool:
         try:

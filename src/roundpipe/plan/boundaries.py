@@ -99,7 +99,7 @@ def _bring_in(
             continue
         key = (visit.number, microbatch)
         compute = visit.compute(microbatch)
-        free = two_turns_ago(uses, at, last_compute, follows=draft.follows)
+        free = two_turns_ago(uses, at, last_compute)
         makers = () if key in draft.base.resident else needs[compute[0]]
         sources = [Action(Op.ACTIVATION_OUT, home[made].number, microbatch) for made in makers]
         arrival = draft.put(up, Action(Op.ACTIVATION_IN, *key), [*sources, *free])
@@ -112,22 +112,27 @@ def _bring_in(
 
 
 def _send_out(draft: Draft, device: int, uses: Sequence[Use]) -> None:
-    """What leaves the device after each microbatch of each visit, in order. [Note: turns]"""
+    """What leaves the device after each microbatch of each visit, in order. [Note: turns]
+
+    A microbatch of which nothing leaves takes its turn too. If it is the device's only one in this
+    step it awaits the turn right before, so that the next step need not look behind it.
+    """
+
+    def last_use(use: Use) -> Action:
+        visit, microbatch, is_before = use
+        schedule = draft.before if is_before and draft.before else draft.base
+        outs = schedule.outs(visit, microbatch)
+        return named(outs[-1] if outs else visit.compute(microbatch)[-1], before=is_before)
+
     down = stream(device, "activations_down")
-    sent = [
-        (outs, visit.compute(microbatch)[-1], is_before)
-        for visit, microbatch, is_before in uses
-        if (
-            outs := (draft.before if is_before and draft.before else draft.base).outs(
-                visit, microbatch
-            )
-        )
-    ]
-    for at, (outs, maker, is_before) in enumerate(sent):
+    num_uses = sum(not is_before for _, _, is_before in uses)
+    for at, (visit, microbatch, is_before) in enumerate(uses):
         if is_before:
             continue
-        draft.waits[maker] += two_turns_ago(
-            sent, at, lambda item: named(item[0][-1], before=item[2]), follows=draft.follows
-        )
+        outs = draft.base.outs(visit, microbatch)
+        maker = visit.compute(microbatch)[-1]
+        if at and num_uses == 1 and not outs:
+            draft.waits[maker].append(last_use(uses[at - 1]))
+        draft.waits[maker] += two_turns_ago(uses, at, last_use)
         for out in outs:
             draft.put(down, out, [maker])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import COMPUTE, Action, Op
 from roundpipe.plan.clocks import Clocks, run_chain
-from roundpipe.plan.footprint import Footprints, Turns
+from roundpipe.plan.footprint import Accesses, Footprints, Turns
 from roundpipe.plan.roads import is_kept_apart, pairs
 
 if TYPE_CHECKING:
@@ -169,22 +169,12 @@ def accesses_are_ordered(replay: Replay) -> Iterator[str]:
     overwritten while an upload reads them, gradients read after their download, none written
     before the optimizer took the last, no buffer reused before its last use is over.
     """
-    clocks = replay.clocks
-    writes: dict[Buffer, Node] = {}
-    reads: dict[Buffer, list[Node]] = {}
+    clocks, accesses = replay.clocks, Accesses()
     for node, started, touched in replay.runs:
-        for buffer in (*touched.reads, *touched.writes):
-            earlier = [writes[buffer]] if buffer in writes else []
-            earlier += reads.get(buffer, []) if buffer in touched.writes else []
-            for other in earlier:
-                if other != node and not clocks.covers(started, other):
-                    back = "-" * (node[0] - other[0])
-                    who = f"{node[1]} on {clocks.place[node][0]}"
-                    yield f"{who} touches {buffer} without waiting for {back}{other[1]}"
-        for buffer in touched.reads:
-            reads.setdefault(buffer, []).append(node)
-        for buffer in touched.writes:
-            writes[buffer], reads[buffer] = node, []
+        for other, buffer in accesses.before(node, touched).items():
+            if not clocks.covers(started, other):
+                who, back = f"{node[1]} on {clocks.place[node][0]}", "-" * (node[0] - other[0])
+                yield f"{who} touches {buffer} without waiting for {back}{other[1]}"
 
 
 _MADE_BY_NAME = frozenset({"boundary", "boundary_gradient", "partial", "gradient", "norm"})

@@ -3,8 +3,8 @@
 [Note: gates] A chunk of weights waits for the activation before it: the first chunk of a visit
 waits for its slot, which is free when the device's visit before begins; each other chunk for an
 activation of that visit. So an activation never stands behind more than one chunk on the link,
-without any priority in hardware. Gradients go down the same way: the first chunk behind the visit's
-own last output, the others behind outputs of the visit after it.
+without any priority in hardware. Gradients go down the same way: the first chunk behind all
+outputs so far, the others behind outputs of the visit after it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def add_weights(base: Schedule, before: Schedule | None, options: Options) -> Sc
         for at, (visit, is_before) in enumerate(visits):
             if is_before:
                 continue
-            free = two_turns_ago(
-                visits, at, lambda item: named(item[0].last, before=item[1]), follows=draft.follows
-            )
+            free = two_turns_ago(visits, at, lambda item: named(item[0].last, before=item[1]))
             gates = []
             if at:
                 earlier, of_before = visits[at - 1]
@@ -108,7 +106,7 @@ def add_gradients(base: Schedule, before: Schedule | None, options: Options) -> 
                 return named(_last_download(item[0], made), before=item[1])
 
             writer = visit.compute(visit.microbatches[0])[-1]
-            draft.waits[writer] += two_turns_ago(visits, at, last_download, follows=draft.follows)
+            draft.waits[writer] += two_turns_ago(visits, at, last_download)
     for visit in base.visits:
         partial = tuple(owner for owner in _trained(options.costs, visit) if owner in merged)
         if partial:
@@ -148,12 +146,22 @@ def _download(
         download = Action(Op.DOWNLOAD, visit.number, chunk=chunk)
         owners[download] = direct
         if chunk == 0:
-            own = draft.base.outs(visit, visit.microbatches[-1])
-            after = [own[-1] if own else visit.last, *taken]
+            after = [visit.last, *_last_out(draft, visit), *taken]
         else:
             after = [windows[chunk * len(windows) // count - 1]]
         draft.put(stream(visit.device, "gradients"), download, after)
     return owners
+
+
+def _last_out(draft: Draft, visit: Visit) -> list[Action]:
+    """What left the device last by the end of ``visit``, if anything: no chunk overtakes it."""
+    for other, is_before in reversed(draft.visits(visit.device)):
+        if is_before or other.number <= visit.number:
+            schedule = draft.before if is_before and draft.before else draft.base
+            for microbatch in reversed(other.microbatches):
+                if outs := schedule.outs(other, microbatch):
+                    return [named(outs[-1], before=is_before)]
+    return []
 
 
 def _merged_owners(base: Schedule, options: Options) -> set[int]:

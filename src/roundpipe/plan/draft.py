@@ -8,7 +8,7 @@ turn before it is awaited instead.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.schedule import Schedule, Visit
 
-T = TypeVar("T")
+T = TypeVar("T", bound=tuple[Any, ...])
 
 MIN_CHUNK_BYTES = 4 << 20
 
@@ -51,11 +51,6 @@ class Draft:
             {action: list(after) for action, after in base.waits.items()},
         )
 
-    @property
-    def follows(self) -> bool:
-        """Whether a step comes before this one."""
-        return self.before is not None
-
     def put(self, name: str, action: Action, after: Iterable[Action] = ()) -> Action:
         """Append ``action`` to stream ``name``, to run once all of ``after`` are over."""
         self.streams.setdefault(name, []).append(action)
@@ -84,10 +79,11 @@ def named(action: Action, *, before: bool) -> Action:
     return action.of_step_before() if before else action
 
 
-def two_turns_ago(
-    users: Sequence[T], at: int, last: Callable[[T], Action], *, follows: bool
-) -> list[Action]:
-    """The last use of two turns ago, or of one where the step before is too short. [Note: turns]"""
+def two_turns_ago(users: Sequence[T], at: int, last: Callable[[T], Action]) -> list[Action]:
+    """The last use of two turns ago, or of one where the step before is too short. [Note: turns]
+
+    Each user ends in whether it is of the step before.
+    """
     if at >= 2:
         return [last(users[at - 2])]
-    return [last(users[0])] if at == 1 and follows else []
+    return [last(users[0])] if at == 1 and users[0][-1] else []

@@ -24,6 +24,7 @@ from roundpipe.plan.actions import COMPUTE, OF_LAYERS, Action, Op
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from roundpipe.plan.clocks import Node
     from roundpipe.plan.schedule import Schedule, Visit
 
 Buffer = tuple["Hashable", ...]
@@ -36,14 +37,11 @@ class Turns:
     visits: dict[int, int] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
     microbatches: dict[int, int] = field(default_factory=dict)
-    outs: dict[int, int] = field(default_factory=dict)
     step: int = 0
 
     def copy(self) -> Turns:
         """The same turns, to be counted on from."""
-        return Turns(
-            dict(self.visits), dict(self.sums), dict(self.microbatches), dict(self.outs), self.step
-        )
+        return Turns(dict(self.visits), dict(self.sums), dict(self.microbatches), self.step)
 
     def after(self, schedule: Schedule) -> Turns:
         """The turns when ``schedule`` is over."""
@@ -66,8 +64,7 @@ class Footprints:
         self.turns = turns
         self.slot: dict[int, int] = {}  # visit -> parity of its weight slot
         self.sums: dict[int, int] = {}
-        self._in: dict[tuple[int, int], int] = {}
-        self._out: dict[tuple[int, int], int] = {}
+        self._turn: dict[tuple[int, int], int] = {}
         running = turns.copy()
         running.step += 1
         for visit in schedule.visits:
@@ -76,10 +73,7 @@ class Footprints:
             self.sums[visit.number] = _next(running.sums, device, int(schedule.trains(visit)))
             for microbatch in visit.microbatches:
                 key = (visit.number, microbatch)
-                self._in[key] = _next(running.microbatches, device, 1)
-                self._out[key] = _next(
-                    running.outs, device, int(bool(schedule.outs(visit, microbatch)))
-                )
+                self._turn[key] = _next(running.microbatches, device, 1)
         self.turns_after = running
         self._merged = {action.index for _, action in schedule.actions() if action.op is Op.MERGE}
 
@@ -122,7 +116,7 @@ class Footprints:
         assert action.microbatch is not None
         microbatch, device = action.microbatch, visit.device
         key = (visit.number, microbatch)
-        turn, step = self._in[key], self.turns.step
+        turn, step = self._turn[key], self.turns.step
         if action.op is Op.ACTIVATION_IN:
             resident = key in self.schedule.resident or visit.layers.start == 0
             made = () if resident else (("boundary", step, visit.layers.start, microbatch),)
@@ -130,7 +124,7 @@ class Footprints:
         if action.op is Op.GRADIENT_IN:
             made = (("boundary_gradient", step, visit.layers.stop, microbatch),)
             return Footprint(made, (("grad_in", device, turn),))
-        out = (("out", device, self._out[key]),)
+        out = (("out", device, turn),)
         if action.op is Op.GRADIENT_OUT:
             return Footprint(out, (("boundary_gradient", step, visit.layers.start, microbatch),))
         if visit.has_backward:
@@ -141,17 +135,39 @@ class Footprints:
     def _compute(self, visit: Visit, action: Action) -> Footprint:
         assert action.microbatch is not None
         key = (visit.number, action.microbatch)
-        device, turn = visit.device, self._in[key]
+        device, turn = visit.device, self._turn[key]
         reads: list[Buffer] = [("slot", device, self.slot[visit.number])]
         writes: list[Buffer] = []
         reads.append(("in", device, turn))  # in backward too: autograd may have saved it
-        if action.op is not Op.RECOMPUTE and self.schedule.outs(visit, action.microbatch):
-            writes.append(("out", device, self._out[key]))
+        if action.op is not Op.RECOMPUTE:  # something leaves, or at least takes its turn
+            writes.append(("out", device, turn))
         if action.op in (Op.FUSED, Op.BACKWARD) and self.schedule.trains(visit):
             writes.append(("sums", device, self.sums[visit.number]))
         if action.op is Op.BACKWARD and key not in self.schedule.resident_gradient:
             reads.append(("grad_in", device, turn))
         return Footprint(tuple(reads), tuple(writes))
+
+
+class Accesses:
+    """Who touched each buffer last. Feed it accesses in an order that respects waits."""
+
+    def __init__(self) -> None:
+        self._writes: dict[Buffer, Node] = {}
+        self._reads: dict[Buffer, list[Node]] = {}
+
+    def before(self, node: Node, touched: Footprint) -> dict[Node, Buffer]:
+        """What must be over when ``node`` touches these buffers, and for which; counts it in."""
+        found: dict[Node, Buffer] = {}
+        for buffer in (*touched.reads, *touched.writes):
+            if buffer in self._writes:
+                found[self._writes[buffer]] = buffer
+        for buffer in touched.writes:
+            found.update(dict.fromkeys(self._reads.get(buffer, ()), buffer))
+        for buffer in touched.reads:
+            self._reads.setdefault(buffer, []).append(node)
+        for buffer in touched.writes:
+            self._writes[buffer], self._reads[buffer] = node, []
+        return found
 
 
 def _next(counts: dict[int, int], device: int, by: int) -> int:

@@ -17,17 +17,13 @@ from typing import TYPE_CHECKING
 from roundpipe.plan.actions import COMPUTE, Action, Op
 from roundpipe.plan.boundaries import add_activations
 from roundpipe.plan.chunks import add_gradients, add_weights, chunk_layers
-from roundpipe.plan.clocks import Clocks, order_by_start, run_step
+from roundpipe.plan.clocks import order_by_start
 from roundpipe.plan.draft import MIN_CHUNK_BYTES, Options
 from roundpipe.plan.generators import at_start_device
-from roundpipe.plan.roads import is_kept_apart, pairs
+from roundpipe.plan.prune import prune
 from roundpipe.plan.updates import add_updates
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from roundpipe.plan.clocks import Clock, Node
-    from roundpipe.plan.roads import Pair
     from roundpipe.plan.schedule import Schedule
 
 __all__ = [
@@ -65,43 +61,6 @@ def set_order(base: Schedule, options: Options) -> Schedule:
         return seconds
 
     return replace(base, order=order_by_start(base.streams, base.waits, seconds))
-
-
-def prune(chain: Sequence[Schedule]) -> list[Schedule]:
-    """The chain without waits that the order of streams or other waits imply.
-
-    A gate goes too where the chunks are kept apart without it.
-    """
-    clocks, pruned = Clocks(), []
-    for this, schedule in enumerate(chain):
-        roads = pairs(chain[: this + 1])
-        kept: dict[Action, tuple[Action, ...]] = {}
-        started: dict[Action, Clock] = {}
-        for step, name, action, waits in run_step(this, schedule):
-            needed = clocks.essential(name, waits)
-            if action.op is Op.UPLOAD:
-                needed = _without_gates(clocks, (name, action), waits, (roads, started))
-            started[action] = clocks.add((step, action), name, needed)
-            kept[action] = tuple(
-                other if owner == this else other.of_step_before() for owner, other in needed
-            )
-        pruned.append(replace(schedule, waits=kept))
-    return pruned
-
-
-def _without_gates(
-    clocks: Clocks,
-    upload: tuple[str, Action],
-    waits: Sequence[Node],
-    seen: tuple[Mapping[Action, Pair], Mapping[Action, Clock]],
-) -> list[Node]:
-    """The essential waits of an upload, without gates if the chunks are kept apart anyway."""
-    (name, action), (roads, started) = upload, seen
-    others = [node for node in waits if node[1].op is not Op.ACTIVATION_IN]
-    pair = roads.get(action)
-    if pair is None or is_kept_apart(pair, started[pair.before], clocks.before(name, others)):
-        return clocks.essential(name, others)
-    return clocks.essential(name, waits)
 
 
 def lower(computation: Schedule, options: Options) -> Schedule:

@@ -101,8 +101,12 @@ class Schedule:
 
     @property
     def next_start_device(self) -> int:
-        """Where the deal goes on in the next step."""
-        if not self.visits:
+        """Where the deal goes on in the next step.
+
+        If this step leaves a device without a visit, the next begins where this one did: so no
+        device's last use of a buffer ever lies two steps back, where no wait could name it.
+        """
+        if len({visit.device for visit in self.visits}) < self.num_devices:
             return self.start_device
         return (self.visits[-1].device + 1) % self.num_devices
 

@@ -1,0 +1,208 @@
+"""A small chain to train, through RoundPipe and in plain PyTorch, and all that must stay the same."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.device.fake import FakeDevice, Ledger
+from roundpipe.engine.microbatch import sizes
+from roundpipe.engine.program import Program
+from roundpipe.optim import AdamW
+from roundpipe.plan.check import check
+from roundpipe.plan.generators import round_robin
+from roundpipe.plan.passes import Options, lower_chain
+from roundpipe.roundpipe import RoundPipe
+
+WIDTH = 8
+NUM_SAMPLES = 6
+# Seven stages for five layers on two devices: every kind of action, and a deal that goes on.
+PLAN = ModelExecutePlan(
+    [range(1), range(1, 3), range(3, 4)], [range(4, 5), range(2, 4), range(1, 2), range(1)]
+)
+
+
+class Block(nn.Module):
+    """A layer with a parameter that gets no gradient."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def chain(num_layers=5, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(num_layers)))
+
+
+def batch(step):
+    """Inputs and labels of one step; each step has its own."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (2, NUM_SAMPLES, WIDTH)
+    inputs, labels = torch.randn(shape, generator=generator)
+    return inputs, labels
+
+
+@functools.cache
+def _lowered(partition, computation, options):
+    """Lowering takes longer than a step of so small a model; many tests run the same schedules."""
+    computed = round_robin(partition, options.costs, **dict(computation))
+    chained = lower_chain(computed, options, steps=1 if options.accumulate else 3)
+    check(chained)
+    return chained
+
+
+class Trainer:
+    """A RoundPipe over a chain, with its optimizer."""
+
+    def __init__(self, devices, *, model=None, staleness=0, microbatches=3, plan=PLAN, **options):
+        self.staleness, self.clip = staleness, options.pop("clip", None)
+        self.loss_fn = options.pop("loss_fn", mse_loss)
+        grain = options.pop("recompute_grain", None)
+        self.config = RoundPipeRunConfig(
+            num_microbatch=microbatches, execute_plan=plan, recompute_grain=grain
+        )
+        self.pipe = RoundPipe(model or chain(), devices=devices, **options)
+        self.optimizer = AdamW(self.pipe.optim_parameters(), lr=1e-2, weight_decay=0.1)
+        self.done = 0
+        self.pipe._num_runs = 100  # past planning anew from measured times
+        self.use_schedule()
+
+    def call(self, step=None):
+        inputs, labels = batch(self.done if step is None else step)
+        return self.pipe.forward_backward(
+            (inputs,), label=labels, loss_fn=self.loss_fn, run_config=self.config
+        ).item()
+
+    def step(self):
+        result = self.pipe.step(
+            self.optimizer, is_async=self.staleness == 1, max_grad_norm=self.clip
+        )
+        self.done += 1
+        return result
+
+    def train(self, steps):
+        losses = []
+        for _ in range(steps):
+            losses.append(self.call())
+            self.step()
+        return losses
+
+    def state(self):
+        """Weights, masters and moments, as they are when nothing is under way."""
+        found = {f"weight {k}": v.clone() for k, v in self.pipe.state_dict().items()}
+        for name, master in self.pipe.optim_named_parameters():
+            found[f"master {name}"] = master.detach().clone()
+            for key, value in self.optimizer.state.get(master, {}).items():
+                found[f"{key} {name}"] = torch.as_tensor(value).clone()
+        return found
+
+    def use_schedule(self, change=lambda schedule: schedule, *, rounds=1, chunk_bytes=1 << 22):
+        """Run other programs than the planner's: ``rounds``, small chunks, or changed at will."""
+        kept = {}
+
+        def training(kind, start):
+            key = (kind, start)
+            if key not in kept:
+                chained = self.lowered(kind, start, rounds=rounds, chunk_bytes=chunk_bytes)
+                kept[key] = Program(change(chained[-1]))
+            return kept[key]
+
+        self.pipe._planner.training = training
+
+    def lowered(self, kind, start, *, rounds=1, chunk_bytes=1 << 22):
+        """A checked chain of steps, the last of which starts its deal on device ``start``."""
+        computation = {
+            "devices": len(self.pipe._pool.devices),
+            "microbatches": kind.num_microbatches,
+            "rounds": rounds,
+            "start_device": start,
+        }
+        options = Options(
+            costs=self.pipe._planner.costs,
+            staleness=kind.staleness,
+            accumulate=kind.accumulate,
+            min_chunk_bytes=chunk_bytes,
+        )
+        return _lowered(kind.plan.partition, tuple(computation.items()), options)
+
+    def allocated_bytes(self):
+        return [device.allocated_bytes for device in self.pipe._pool.devices]
+
+
+def plain(steps, *, staleness=0, microbatches=3, model=None, clip=None, calls=1):
+    """What a plain loop makes of the same batches: losses and weights."""
+    newest = model or chain()
+    optimizer = AdamW(newest.parameters(), lr=1e-2, weight_decay=0.1)
+    read, losses = (newest if not staleness else copy.deepcopy(newest)), []
+    for step in range(steps):
+        for call in range(calls):
+            inputs, labels = batch(step * calls + call)
+            total = torch.zeros(())
+            for x, y in zip(
+                *(t.split(sizes(NUM_SAMPLES, microbatches)) for t in (inputs, labels)), strict=True
+            ):
+                loss = mse_loss(read(x), y)
+                loss.backward()
+                total = total + loss.detach()
+            losses.append(total.item())
+        if staleness:
+            for p, q in zip(newest.parameters(), read.parameters(), strict=True):
+                p.grad, q.grad = q.grad, None
+            read.load_state_dict(newest.state_dict())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(newest.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, newest.state_dict()
+
+
+def same_bits(one, two):
+    """The names under which two states differ."""
+    assert one.keys() == two.keys()
+    return [name for name in one if not torch.equal(one[name], two[name])]
+
+
+def fakes(count, *, fail=None, watch=False):
+    ledger = Ledger()
+    return [
+        FakeDevice(f"fake{index}", ledger=ledger, fail=fail, watch_storage=watch)
+        for index in range(count)
+    ]
+
+
+@pytest.fixture
+def rig():
+    """The tools above; trainers made through it are closed at the end."""
+    made = []
+
+    def trainer(*args, **options):
+        made.append(Trainer(*args, **options))
+        return made[-1]
+
+    yield SimpleNamespace(
+        trainer=trainer, plain=plain, chain=chain, batch=batch, fakes=fakes, PLAN=PLAN,
+        same_bits=same_bits, Block=Block,
+    )  # fmt: skip
+    for each in made:
+        each.pipe.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Sums in one order only; many threads on few cores are slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
