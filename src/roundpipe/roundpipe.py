@@ -13,10 +13,17 @@ import torch
 from torch import nn
 
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.engine.call import LossRule, StepInMaking, ask_training, put_whole_loss, total_loss
+from roundpipe.engine.call import (
+    LossRule,
+    StepInMaking,
+    ask_forward,
+    ask_training,
+    put_whole_loss,
+    total_loss,
+)
 from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.microbatch import joined, split
+from roundpipe.engine.microbatch import joined
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.run import Call, Run
 from roundpipe.engine.updates import StepResult, Update
@@ -156,6 +163,7 @@ class RoundPipe(Wrapped):
                 reduction=self._reduction,
                 divisor=self._making.divisor,
                 computes_loss=self._spec.computes_loss,
+                takes_num_items=self._spec.takes_num_items,
             ),
         )
         call = self._call(asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs)
@@ -189,23 +197,24 @@ class RoundPipe(Wrapped):
                 "hint: wrap it in torch.no_grad(), or train with forward_backward(...)"
             )
         self.synchronize()
-        labels = kwargs.get("labels")
-        if self._spec.computes_loss and labels is not None and "num_items_in_batch" not in kwargs:
-            rule = LossRule(
-                num_microbatch=config.num_microbatch, reduction="token_mean", computes_loss=True
-            )
-            parts = ask_training(args, kwargs, None, None, rule).microbatches
-        else:
-            parts = split(args, kwargs, None, config.num_microbatch)
-        call = self._call(parts, config, newest=self._staleness == 1)
+        with_loss = self._spec.computes_loss and kwargs.get("labels") is not None
+        rule = LossRule(
+            num_microbatch=config.num_microbatch,
+            reduction="token_mean",
+            computes_loss=with_loss,
+            takes_num_items=self._spec.takes_num_items,
+        )
+        asked = ask_forward(args, kwargs, rule)
+        call = self._call(asked.microbatches, config, newest=self._staleness == 1)
         with self._interruptible():
             self._last = None
             self._sync_mode()
-            run = self._engine.start(self._planner.forward(len(parts), 0), call, follows=False)
+            program = self._planner.forward(len(asked.microbatches), 0)
+            run = self._engine.start(program, call, follows=False)
             self._engine.wait_results(run)
             self._engine.drain()
-        if labels is not None and self._spec.computes_loss:
-            put_whole_loss(run.outputs)
+        if asked.loss is not None:
+            put_whole_loss(run.outputs, asked.loss)
         return joined(run.outputs, config)
 
     def step(

@@ -172,7 +172,7 @@ class FakeDevice:
         self.ledger = ledger or Ledger()
         self.fail = fail
         self._name = name
-        self._watches = watch_storage
+        self.watch_storage = watch_storage
         self._accounts = Accounts(name, capacity_bytes)
         self._memory = HostMemory(self._accounts, poison=True)
         self._untold = Untold()
@@ -293,7 +293,7 @@ class FakeDevice:
             raise error
 
     def _watch(self, declared: _Declared) -> contextlib.AbstractContextManager[object]:
-        return _Watch(self.ledger, declared) if self._watches else contextlib.nullcontext()
+        return _Watch(self.ledger, declared) if self.watch_storage else contextlib.nullcontext()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -55,6 +55,9 @@ class LossRule:
     reduction: str | None = None
     divisor: int | None = None
     computes_loss: bool = False  # whether the model does
+    takes_num_items: bool = (
+        False  # whether its loss divides by the ``num_items_in_batch`` it is given
+    )
 
 
 def ask_training(
@@ -94,6 +97,13 @@ def ask_training(
     return Asked(parts, loss, tokens=sum(tokens), divisor=total.tokens)
 
 
+def ask_forward(args: Sequence[Any], kwargs: Mapping[str, Any], rule: LossRule) -> Asked:
+    """Cut a call without gradient; the model's own loss, if it computes one, as in training."""
+    if rule.computes_loss:
+        return ask_training(args, kwargs, None, None, rule)
+    return Asked(split(args, kwargs, None, rule.num_microbatch), None)
+
+
 def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: LossRule) -> Asked:
     reduction, divisor = rule.reduction, rule.divisor
     labels = kwargs.get("labels")
@@ -119,9 +129,16 @@ def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: Loss
     tokens = count_trained_tokens(labels)
     loss_factor("token_mean", LossCount(0, tokens), LossCount(0, tokens))  # refuses a step of none
     divided = divisor or tokens
-    return Asked(
-        with_kwargs(parts, num_items_in_batch=divided), own, tokens=tokens, divisor=divided
-    )
+    if rule.takes_num_items:
+        parts = with_kwargs(parts, num_items_in_batch=divided)
+        return Asked(parts, own, tokens=tokens, divisor=divided)
+    counts = [count_trained_tokens(part.inputs.kwargs["labels"]) for part in parts]  # type: ignore[index]
+    shares = [loss_factor("token_mean", LossCount(0, n), LossCount(0, divided)) for n in counts]
+
+    def share(outputs: Any, _: Any, microbatch: int) -> Tensor:
+        return scale_loss(_scalar(outputs.loss), shares[microbatch])
+
+    return Asked(parts, share, tokens=tokens, divisor=divided)
 
 
 def with_kwargs(parts: Sequence[Microbatch], **more: Any) -> list[Microbatch]:
@@ -183,6 +200,7 @@ class StepInMaking:
         self._divisor = None
 
 
-def put_whole_loss(outputs: Sequence[Any]) -> None:
+def put_whole_loss(outputs: Sequence[Any], loss: Callable[[Any, Any, int], Tensor]) -> None:
     """Each microbatch's loss is a share of the whole: let the first stand for their sum."""
-    outputs[0].loss = total_loss([output.loss for output in outputs])
+    shares = [loss(output, None, microbatch) for microbatch, output in enumerate(outputs)]
+    outputs[0].loss = total_loss(shares)

@@ -73,7 +73,10 @@ class DevicePool:
 def _host_for(devices: Sequence[Device]) -> Device:
     fakes = [device for device in devices if isinstance(device, FakeDevice)]
     if fakes:
-        return FakeDevice("host", ledger=fakes[0].ledger, fail=fakes[0].fail)
+        first = fakes[0]
+        return FakeDevice(
+            "host", ledger=first.ledger, fail=first.fail, watch_storage=first.watch_storage
+        )
     # Beside devices that compute on the same cores one thread is enough, and many would fight them.
     on_cpu = any(device.torch_device.type == "cpu" for device in devices)
     return CpuDevice("host", threads=1 if on_cpu else None)

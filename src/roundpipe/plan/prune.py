@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from roundpipe.plan.actions import Op
 from roundpipe.plan.clocks import Clocks, run_step
 from roundpipe.plan.footprint import Accesses, Footprints, Turns
 from roundpipe.plan.roads import is_kept_apart, pairs
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from roundpipe.plan.clocks import Clock, Node
     from roundpipe.plan.roads import Pair
     from roundpipe.plan.schedule import Schedule
+
+
+_GATES = (Op.ACTIVATION_IN, Op.ACTIVATION_OUT, Op.GRADIENT_OUT)  # what a chunk waits behind
+_CHUNKED = (".weights", ".gradients")
 
 
 def prune(chain: Sequence[Schedule]) -> list[Schedule]:
@@ -67,17 +72,18 @@ def _needed(
     before: Collection[Node],
     apart: tuple[Pair, Clock] | None,
 ) -> list[Node]:
-    """Those of ``waits`` that order the next action of a stream behind ``before``, or chunks."""
-    left, sure = list(waits), set(before)
-    while True:
-        needed = clocks.essential(name, left)
-        wait = next((wait for wait in needed if wait not in sure), None)
-        if wait is None:
-            return needed
-        others = [other for other in left if other != wait]
+    """Those of ``waits`` that order the next action of a stream behind ``before``, or chunks.
+
+    Only gates are weighed: any other wait was added for one access, and stays unless implied. It
+    may seem needless after these few steps and not after others.
+    """
+    left = list(waits)
+    gates = [wait for wait in waits if wait[1].op in _GATES and wait not in before]
+    for gate in gates if name.endswith(_CHUNKED) else ():
+        others = [other for other in left if other != gate]
         clock = clocks.before(name, others)
         if all(clocks.covers(clock, access) for access in before) and (
             apart is None or is_kept_apart(*apart, clock)
         ):
             left = others
-        sure.add(wait)
+    return clocks.essential(name, left)
