@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from roundpipe.chain import Chain
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.call import (
     LossRule,
-    StepInMaking,
     ask_forward,
     ask_training,
     put_whole_loss,
@@ -25,12 +24,12 @@ from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.microbatch import joined
 from roundpipe.engine.pool import DevicePool
-from roundpipe.engine.run import Call, Run
+from roundpipe.engine.run import Call
 from roundpipe.engine.updates import StepResult, Update
 from roundpipe.errors import ConfigError, ModelError, RoundPipeError
 from roundpipe.models.choose import spec_for
 from roundpipe.optim.host import HostOptimizer
-from roundpipe.planner import Kind, Planner
+from roundpipe.planner import Planner
 from roundpipe.store.build import build_store, newest_state, relayout
 from roundpipe.wrapped import Wrapped
 
@@ -44,26 +43,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RUNS_BEFORE_MEASURED_PLAN = 2
-_REMEMBERED_RUNS = 32  # whose spans the timeline shows
-
 
 class RoundPipe(Wrapped):
     """Train a model whose weights, gradients and optimizer state stay in host memory.
 
     ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split
-    by
-    structure, wrapped in ``peft`` or not), or any other module (one layer), on the CPU. Its tensors
-    move into host segments; it must not be run or changed by hand afterwards.
+    by structure, wrapped in ``peft`` or not), or any other module (one layer), on the CPU. Its
+    tensors move into host segments; it must not be run or changed by hand afterwards.
 
-    ``devices``: ``"auto"`` (every GPU, else one CPU device), a number, ``"cuda:0"``, ``"cpu*3"``
-    or a
-    list of these; ``pool``: a ``DevicePool`` in place of it. ``optim_dtype``: of master weights and
-    moments; None is fp32 for 16-bit parameters. ``schedule``: ``"auto"``, ``"round_robin"`` or
-    ``"hybrid"`` (see ``roundpipe.sim.search.choose``). ``loss_reduction``: ``"sum"``, ``"mean"`` or
-    ``"token_mean"``; see ``forward_backward``. ``seed``: of dropout and the like; None takes
-    torch's.
-    ``stall_seconds``: how long nothing may finish before a step is given up.
+    ``devices``: ``"auto"`` (every GPU, else one CPU device), a number, ``"cuda:0"``, ``"cpu*3"`` or
+    a list of these; ``pool``: a ``DevicePool`` in place of it. ``optim_dtype``: of master weights
+    and moments; None is fp32 for 16-bit parameters. ``schedule``: ``"auto"``, ``"round_robin"`` or
+    ``"hybrid"``, see ``roundpipe.sim.search.choose``. ``loss_reduction``: ``"sum"``, ``"mean"`` or
+    ``"token_mean"``, see ``forward_backward``. ``device_memory_limit``: bytes a device may hold.
+    ``seed``: of dropout and the like; None takes torch's. ``stall_seconds``: how long nothing may
+    finish before a step is given up.
 
     Raises ModelError for a model that cannot be split exactly and DeviceError for a device that
     cannot be used. ``close`` or ``with`` ends it; wrapping a module again closes the first wrapper.
@@ -102,7 +96,7 @@ class RoundPipe(Wrapped):
             optim_dtype=optim_dtype,
         )
         self._engine = Engine(self._pool, self._spec, self._layers, stall_seconds=stall_seconds)
-        self._planner = Planner(
+        planner = Planner(
             self._spec,
             self._layers,
             num_devices=len(self._pool.devices),
@@ -110,17 +104,9 @@ class RoundPipe(Wrapped):
             memory_limit=device_memory_limit,
             on_cpu=all(device.torch_device.type == "cpu" for device in self._pool.devices),
         )
+        self._chain = Chain(self._engine, planner)
         self._reduction, self._seed = loss_reduction, seed
-        self._kind: Kind | None = None
-        self._last: Run | None = None  # the training run that the next one may follow
-        self._making = StepInMaking()
-        self._staleness = 0
         self._num_calls = itertools.count()
-        self._num_runs = 0  # since planning from sizes
-        self._num_recovered = 0  # failures of the engine that are known here
-        self._every_module = list(model.modules())
-        self._modes: list[bool] = []  # their training flags as the shells have them
-        self._remembered: deque[Run] = deque(maxlen=_REMEMBERED_RUNS)
         self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -161,16 +147,16 @@ class RoundPipe(Wrapped):
             LossRule(
                 num_microbatch=config.num_microbatch,
                 reduction=self._reduction,
-                divisor=self._making.divisor,
+                divisor=self._chain.making.divisor,
                 computes_loss=self._spec.computes_loss,
                 takes_num_items=self._spec.takes_num_items,
             ),
         )
         call = self._call(asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs)
         with self._interruptible():
-            run = self._start_training(call, config)
+            run = self._chain.start_training(call, config)
             self._engine.wait_results(run)
-            self._making.count(asked)
+            self._chain.making.count(asked)
         loss = asked.reported(total_loss(run.losses))
         loss = loss.to(config.output_device or "cpu")
         if not return_outputs:
@@ -205,12 +191,9 @@ class RoundPipe(Wrapped):
             takes_num_items=self._spec.takes_num_items,
         )
         asked = ask_forward(args, kwargs, rule)
-        call = self._call(asked.microbatches, config, newest=self._staleness == 1)
+        call = self._call(asked.microbatches, config, newest=self._chain.staleness == 1)
         with self._interruptible():
-            self._last = None
-            self._sync_mode()
-            program = self._planner.forward(len(asked.microbatches), 0)
-            run = self._engine.start(program, call, follows=False)
+            run = self._chain.start_forward(call)
             self._engine.wait_results(run)
             self._engine.drain()
         if asked.loss is not None:
@@ -236,7 +219,7 @@ class RoundPipe(Wrapped):
         when all gradients are on the host, in ``.grad`` of ``optim_parameters()``.
         """
         self._ready()
-        if not self._making.runs:
+        if not self._chain.making.runs:
             raise ConfigError("nothing to step with\nhint: call forward_backward(...) first")
         if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
             return self._step_by_function(step_fn_or_optimizer, args, kwargs, max_grad_norm)
@@ -248,31 +231,29 @@ class RoundPipe(Wrapped):
             self._layers,
             host.begin(),
             max_norm=max_grad_norm,
-            scale=self._making.token_scale,
+            scale=self._chain.making.token_scale,
             publish=not is_async,
         )
         with self._interruptible():
             if is_async:
                 for layer in self._layers:
                     layer.split_masters()
-            self._engine.step(self._making.runs[-1], update)
-            self._staleness = int(is_async)
-            self._last = self._making.runs[-1] if len(self._making.runs) == 1 else None
-            self._making.end()
+            self._chain.step(update, is_async=is_async)
         return StepResult(update, self._engine)
 
     def synchronize(self) -> None:
         """Block until nothing is under way; raises what failed since the last call."""
         self._engine.drain()
-        self._notice_recovery()
-        self._follow_requires_grad()
+        self._chain.notice_recovery()
+        if relayout(self._layers):
+            self._chain.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the calls since the last step."""
         self.synchronize()
         for layer in self._layers:
             layer.clear_gradients()
-        self._making.end()
+        self._chain.making.end()
 
     def close(self) -> None:
         """Finish what is under way, publish the newest weights and free devices and threads.
@@ -351,12 +332,12 @@ class RoundPipe(Wrapped):
     @property
     def plan(self) -> Plan | None:
         """The plan of the last training call, with the reason; None before the first."""
-        return self._kind.plan if self._kind is not None else None
+        return self._chain.plan
 
     @property
     def timeline(self) -> list[Span]:
         """What ran when on the compute streams, of the runs that are still remembered."""
-        return [span for run in self._remembered for span in run.spans()]
+        return self._chain.spans()
 
     # ---- inside
 
@@ -364,21 +345,13 @@ class RoundPipe(Wrapped):
         if not self._closer.alive or self._pool.is_closed:
             raise ConfigError(f"{self.name} is closed\nhint: wrap the model again")
         self._engine.raise_failure()
-        self._notice_recovery()
+        self._chain.notice_recovery()
         changed = self._spec.changed_since_wrapping()
         if changed is not None:
             raise ModelError(
                 f"the module was changed after it was wrapped: {changed}\n"
                 "hint: close() the RoundPipe, change the module, wrap it again"
             )
-
-    def _notice_recovery(self) -> None:
-        """After a failure nothing is left of the step that was being made."""
-        if self._num_recovered != self._engine.num_recovered:
-            self._num_recovered = self._engine.num_recovered
-            self._making.end()
-            self._remembered.clear()
-            self._last = None
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -394,14 +367,6 @@ class RoundPipe(Wrapped):
     def _trains(self) -> bool:
         return any(layer.trainable for layer in self._layers)
 
-    def _follow_requires_grad(self) -> None:
-        if relayout(self._layers):
-            for model in self._engine.models:
-                model.forget_shells()
-            self._planner.restart()
-            self._num_runs = 0
-            self._last = None
-
     def _call(self, parts: Sequence[Any], config: RoundPipeRunConfig, **more: Any) -> Call:
         return Call(
             microbatches=parts,
@@ -412,44 +377,11 @@ class RoundPipe(Wrapped):
             **more,
         )
 
-    def _start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
-        if self._making.runs:  # a further call of the same step: added to what is on the host
-            self._engine.drain()
-        elif self._num_runs == _RUNS_BEFORE_MEASURED_PLAN and self._remembered:
-            self._engine.drain()
-            self._planner.learn(self._remembered[-1])
-        plan = self._planner.plan(len(call.microbatches), config.execute_plan)
-        kind = Kind(
-            plan, len(call.microbatches), self._staleness, accumulate=bool(self._making.runs)
-        )
-        follows = self._last is not None and kind == self._kind and not self._making.runs
-        schedule = self._last.program.schedule if follows and self._last is not None else None
-        program = self._planner.training(kind, schedule.next_start_device if schedule else 0)
-        if not follows or self._modes != [module.training for module in self._every_module]:
-            self._engine.drain()
-            self._sync_mode()
-        run = self._engine.start(program, call, follows=follows)
-        self._kind = kind
-        self._num_runs += 1
-        self._making.runs.append(run)
-        self._remembered.append(run)
-        return run
-
-    def _sync_mode(self) -> None:
-        """Let shells follow ``train()`` and ``eval()``, of submodules too; nothing is under way."""
-        for model in self._engine.models:
-            model.sync_mode()
-        self._engine.draws.forget()
-        self._modes = [module.training for module in self._every_module]
-
     def _step_by_function(
         self, function: Callable[..., Any], args: Any, kwargs: Any, max_grad_norm: float | None
     ) -> StepResult:
         """Everything by hand: gradients into ``.grad`` of the masters, call, publish."""
-        self._engine.drain()
-        scale = self._making.token_scale
-        self._staleness, self._last = 0, None
-        self._making.end()  # whatever the function does, these gradients are used
+        scale = self._chain.step_by_hand()
         try:
             update = Update.by_hand(
                 self._layers,

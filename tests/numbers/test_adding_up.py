@@ -60,7 +60,6 @@ def test_accumulated_calls_of_a_causal_lm_are_one_mean_over_tokens(
     whole = plain(tiny_llama(layers=2, dtype=dtype))
     loss = whole.forward_backward(batch, 8)
     wrapped = wrap(tiny_llama(layers=2, dtype=dtype), 2)
-    plain_sgd = torch.optim.SGD([p.float() for p in whole.model.parameters()], lr=0.1)
     sgd = torch.optim.SGD(wrapped.optim_parameters(), lr=1.0)
 
     before = {n: p.detach().clone() for n, p in wrapped.optim_named_parameters()}
@@ -73,7 +72,6 @@ def test_accumulated_calls_of_a_causal_lm_are_one_mean_over_tokens(
     wrapped.synchronize()
     moved = {n: before[n] - p.detach() for n, p in wrapped.optim_named_parameters()}
     close_to(moved, whole.sums, 1e-5 if dtype == torch.float32 else 1e-2)
-    assert plain_sgd is not None
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(g) for g in whole.sums.values()])
     )
@@ -102,9 +100,8 @@ def tiny_contributions():
     return x
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_256_tiny_bf16_contributions_of_microbatches_do_not_vanish(num_devices, wrap, split_in):
-    wrapped = wrap(nn.Sequential(Scale(), Scale()), num_devices)
+def test_256_tiny_bf16_contributions_of_microbatches_do_not_vanish(wrap, split_in):
+    wrapped = wrap(nn.Sequential(Scale(), Scale()))
 
     wrapped.forward_backward((tiny_contributions(),), loss_fn=total, run_config=split_in(256))
 

@@ -58,6 +58,8 @@ class Claims:
     def footprint(self, run: Run, action: Action) -> Footprint:
         """What ``action`` touches, by this engine's names; claims the slot it is first to fill."""
         prints = run.prints.of(action)
+        if action.op is Op.UPDATE and run.update is not None and not run.update.is_layered:
+            prints = self._whole_update(run)
         if action.op is Op.UPLOAD and action.chunk == 0:
             visit = run.program.schedule.visits[action.index]
             turn = run.prints.slot[visit.number]
@@ -73,6 +75,17 @@ class Claims:
             tuple(self._named(buffer) for buffer in prints.reads),
             tuple(self._named(buffer) for buffer in prints.writes),
         )
+
+    def _whole_update(self, run: Run) -> Footprint:
+        """All that an optimizer touches that steps as a whole, at the first layer's turn.
+
+        Others wait for each layer's own update, which comes later. It may scale gradients.
+        """
+        every = [run.prints.of(Action(Op.UPDATE, layer)) for layer in run.program.updated]
+        reads = dict.fromkeys(buffer for each in every for buffer in each.reads)
+        writes = dict.fromkeys(buffer for each in every for buffer in each.writes)
+        used_up = [buffer for buffer in reads if buffer[0] == "gradient"]
+        return Footprint(tuple(reads), (*writes, *used_up))
 
     def _claim(self, buffer: Buffer, memory: Sequence[Tensor]) -> None:
         name = self._named(buffer)

@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from roundpipe.models.spec import ModelSpec
     from roundpipe.plan.schedule import Visit
     from roundpipe.store.layer import HostLayer
+
+logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2.0
 _STILL_UNDER_WAY = "\nhint: some of its work is still under way; the next call waits for that"
@@ -197,10 +200,6 @@ class Engine:
             model.close()
         self._partials.clear()
 
-    def spans(self, run: Run) -> list[Any]:
-        """The timeline of a run's compute streams."""
-        return run.spans()
-
     # ---- issuing, in the workers' threads
 
     def _issue(self, run: Run, worker: int, items: Sequence[Item]) -> None:
@@ -226,7 +225,7 @@ class Engine:
                     on_error=functools.partial(self._on_error, run, item.action),
                 )
                 if timing is not None:
-                    run.time(f"{worker}.{item.stream}", item.action, timing)
+                    run.timings.add(f"{worker}.{item.stream}", item.action, timing)
                 run.publish(item.action, device.record(item.stream))
         except BaseException as error:  # a bug of ours, or a run that was given up
             if run.failure is None:
@@ -356,8 +355,8 @@ class Engine:
             try:
                 update.finish()
                 note = note or _FINISHED
-            except Exception as error:
-                run.failure = error
+            except Exception:
+                logger.exception("finishing the updates of step %s", run.call.step)
                 note = _MIXED
         return note
 

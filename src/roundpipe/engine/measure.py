@@ -59,7 +59,7 @@ def measured(costs: Costs, run: Run) -> Costs:
         for layer, cost in enumerate(costs.layers)
     }
     backward: dict[int, list[float]] = {}
-    for span in run.spans():
+    for span in run.timings.spans():
         visit = run.program.schedule.visits[span.action.index]
         total = sum(forward[layer] for layer in visit.layers)
         seconds = span.end - span.start

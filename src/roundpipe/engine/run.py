@@ -86,6 +86,25 @@ class Boundaries:
         return value
 
 
+class Timings:
+    """When a run's compute actions ran; all that is kept of a run for the timeline."""
+
+    def __init__(self) -> None:
+        self._timings: list[tuple[str, Action, Timing]] = []
+
+    def add(self, stream: str, action: Action, timing: Timing) -> None:
+        """Keep when an action runs; read by ``spans`` once it has."""
+        self._timings.append((stream, action, timing))
+
+    def spans(self) -> list[Span]:
+        """What ran when, as far as it is over."""
+        return [
+            Span(stream, action, timing.start_seconds, timing.end_seconds)
+            for stream, action, timing in self._timings
+            if timing.end_seconds == timing.end_seconds
+        ]
+
+
 class Run:
     """See the module docstring. ``previous`` is the run it follows without a flush, if any."""
 
@@ -107,7 +126,7 @@ class Run:
         self.update: Update | None = None  # set when the optimizer steps
         self.failure: BaseException | None = None
         self.failed_at: Action | None = None
-        self._timings: list[tuple[str, Action, Timing]] = []
+        self.timings = Timings()
         self.layer_seconds: dict[int, float] = {}  # forward of one microbatch, as last measured
 
     def publish(self, action: Action, event: Event) -> None:
@@ -169,15 +188,3 @@ class Run:
         return (
             f"{action} ({_WORDS[action.op]}, stage {visit.stage}, {layers}{microbatch}) on {device}"
         )
-
-    def time(self, stream: str, action: Action, timing: Timing) -> None:
-        """Keep when an action runs; read by ``spans`` once it has."""
-        self._timings.append((stream, action, timing))
-
-    def spans(self) -> list[Span]:
-        """What ran when, of the compute streams, as far as it is over."""
-        return [
-            Span(stream, action, timing.start_seconds, timing.end_seconds)
-            for stream, action, timing in self._timings
-            if timing.end_seconds == timing.end_seconds
-        ]

@@ -104,6 +104,11 @@ class Update:
         return self._left is not None
 
     @property
+    def is_layered(self) -> bool:
+        """Whether layers are updated one by one; else all of them at the first."""
+        return isinstance(self._optimizer, LayeredUpdate)
+
+    @property
     def is_half_done(self) -> bool:
         """Whether some layers are updated and some are not."""
         return bool(self._left)

@@ -1,0 +1,127 @@
+"""The runs of one model, one after the other: which may follow which without a flush.
+
+A training run follows the one before if it is of the same kind and just one step lies between; the
+deal of stages to devices then goes on where it ended. Everything else begins on idle devices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from roundpipe.engine.call import StepInMaking
+from roundpipe.planner import Kind
+
+if TYPE_CHECKING:
+    from roundpipe.config import RoundPipeRunConfig
+    from roundpipe.engine.engine import Engine
+    from roundpipe.engine.run import Call, Run, Timings
+    from roundpipe.engine.updates import Update
+    from roundpipe.plan.timeline import Span
+    from roundpipe.planner import Planner
+    from roundpipe.sim.search import Plan
+
+_RUNS_BEFORE_MEASURED_PLAN = 2
+_REMEMBERED_RUNS = 32  # whose spans the timeline shows
+
+
+class Chain:
+    """See the module docstring. ``making`` is the step that calls are adding to."""
+
+    def __init__(self, engine: Engine, planner: Planner) -> None:
+        self._engine, self._planner = engine, planner
+        self._modules = list(engine.spec.module.modules())
+        self._modes: list[bool] = []  # their training flags as the shells have them
+        self.making = StepInMaking()
+        self.staleness = 0
+        self._kind: Kind | None = None
+        self._last: Run | None = None  # the training run that the next one may follow
+        self._measured: Run | None = None  # what the planner is to learn from
+        self._num_runs = 0  # since planning from sizes
+        self._num_recovered = 0  # failures of the engine that are known here
+        self._timings: deque[Timings] = deque(maxlen=_REMEMBERED_RUNS)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last training run; None before the first."""
+        return self._kind.plan if self._kind is not None else None
+
+    def spans(self) -> list[Span]:
+        """What ran when on the compute streams, of the last runs."""
+        return [span for timings in self._timings for span in timings.spans()]
+
+    def start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
+        """Begin a training run; a further one of the same step is added to what is on the host."""
+        is_further = bool(self.making.runs)
+        if is_further:
+            self._engine.drain()
+        elif self._num_runs == _RUNS_BEFORE_MEASURED_PLAN and self._measured is not None:
+            self._engine.drain()
+            self._planner.learn(self._measured)
+            self._measured = None
+        num_microbatches = len(call.microbatches)
+        plan = self._planner.plan(num_microbatches, config.execute_plan)
+        kind = Kind(plan, num_microbatches, self.staleness, accumulate=is_further)
+        last = self._last if kind == self._kind and not is_further else None
+        start = last.program.schedule.next_start_device if last is not None else 0
+        program = self._planner.training(kind, start)
+        if last is None or self._modes != self._flags():
+            self._begin_idle()
+        run = self._engine.start(program, call, follows=last is not None)
+        self._kind = kind
+        self._num_runs += 1
+        if self._num_runs <= _RUNS_BEFORE_MEASURED_PLAN:
+            self._measured = run
+        self.making.runs.append(run)
+        self._timings.append(run.timings)
+        return run
+
+    def start_forward(self, call: Call) -> Run:
+        """Begin a pass without gradient on idle devices."""
+        self._last = None
+        self._begin_idle()
+        program = self._planner.forward(len(call.microbatches), 0)
+        return self._engine.start(program, call, follows=False)
+
+    def step(self, update: Update, *, is_async: bool) -> None:
+        """Begin the update of the step in making, which ends it."""
+        runs = self.making.runs
+        self._engine.step(runs[-1], update)
+        self.staleness = int(is_async)
+        self._last = runs[-1] if len(runs) == 1 else None
+        self.making.end()
+
+    def step_by_hand(self) -> float:
+        """End the step in making for an update outside the engine; its gradients' scale."""
+        self._engine.drain()
+        scale = self.making.token_scale
+        self.staleness, self._last = 0, None
+        self.making.end()  # whatever the update does, these gradients are used
+        return scale
+
+    def notice_recovery(self) -> None:
+        """After a failure nothing is left of the step that was being made."""
+        if self._num_recovered != self._engine.num_recovered:
+            self._num_recovered = self._engine.num_recovered
+            self.making.end()
+            self._timings.clear()
+            self._last = self._measured = None
+
+    def restart(self) -> None:
+        """Begin anew: what is trained has changed."""
+        for model in self._engine.models:
+            model.forget_shells()
+        self._planner.restart()
+        self._num_runs = 0
+        self._last = self._measured = None
+
+    def _begin_idle(self) -> None:
+        """Let shells follow ``train()`` and ``eval()``, of submodules too, on idle devices."""
+        self._engine.drain()
+        for model in self._engine.models:
+            model.sync_mode()
+        self._engine.draws.forget()
+        self._modes = self._flags()
+
+    def _flags(self) -> list[bool]:
+        return [module.training for module in self._modules]
