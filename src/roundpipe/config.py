@@ -32,7 +32,7 @@ class RoundPipeRunConfig:
 
     ``requires_grad``: whether ``forward`` is to be differentiable (False until that is supported).
     ``output_device``: where losses and outputs are put (default: the host).
-    ``preserve_rng_state``: recompute repeats the random draws of forward (default True).
+    ``preserve_rng_state``: accepted; recompute always repeats the random draws of forward.
     ``recompute_grain``: ``"stage"`` (default) keeps one stage's activations during its backward,
     ``"layer"`` one layer's, for one more forward.
     ``num_microbatch``: into how many microbatches a batch is cut (default: at most 8, whatever the

@@ -126,11 +126,10 @@ class RoundPipe(Wrapped):
         """Run forward and backward of one batch; gradients add up on the host until ``step``.
 
         ``loss_fn(outputs, labels)`` returns one microbatch's loss; without it a causal LM's own
-        loss
-        is used, ``labels`` among ``input_kwargs``. Losses are summed where ``num_microbatch`` is
-        given, else averaged by samples; a causal LM's own loss is the mean over the trained tokens
-        of the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or (loss,
-        outputs).
+        loss is used, ``labels`` among ``input_kwargs``. Losses are summed where ``num_microbatch``
+        is given, else averaged by samples; a causal LM's own loss is the mean over the trained
+        tokens of the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or
+        (loss, outputs).
 
         Blocks until every microbatch's loss is on the host; backward goes on. Raises StepError if
         an action failed, of this step or of one before: then the state is that of the last

@@ -76,7 +76,7 @@ class Trainer:
         self.pipe = RoundPipe(model or chain(), devices=devices, **options)
         self.optimizer = AdamW(self.pipe.optim_parameters(), lr=1e-2, weight_decay=0.1)
         self.done = 0
-        self.pipe._num_runs = 100  # past planning anew from measured times
+        self.pipe._chain._num_runs = 100  # past planning anew from measured times
         self.use_schedule()
 
     def call(self, step=None):
@@ -119,7 +119,7 @@ class Trainer:
                 kept[key] = Program(change(chained[-1]))
             return kept[key]
 
-        self.pipe._planner.training = training
+        self.pipe._chain._planner.training = training
 
     def lowered(self, kind, start, *, rounds=1, chunk_bytes=1 << 22):
         """A checked chain of steps, the last of which starts its deal on device ``start``."""
@@ -130,7 +130,7 @@ class Trainer:
             "start_device": start,
         }
         options = Options(
-            costs=self.pipe._planner.costs,
+            costs=self.pipe._chain._planner.costs,
             staleness=kind.staleness,
             accumulate=kind.accumulate,
             min_chunk_bytes=chunk_bytes,

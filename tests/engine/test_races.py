@@ -182,7 +182,7 @@ def test_each_dropped_wait_is_caught(rig, monkeypatch, staleness, rounds):
     )
     trainer.use_schedule(rounds=rounds)
     trainer.train(4)  # past planning anew
-    chained = trainer.lowered(trainer.pipe._kind, 0, rounds=rounds)
+    chained = trainer.lowered(trainer.pipe._chain._kind, 0, rounds=rounds)
     raced = gates = 0
     for name, literal, unordered in _mutants(chained[-1]):
         with pytest.raises(PlanError) as broken:
@@ -198,7 +198,7 @@ def test_each_dropped_wait_is_caught(rig, monkeypatch, staleness, rounds):
             rounds=rounds,
         )
         with pytest.raises(StepError) as caught:  # noqa: PT012 - the step that notices is any
-            trainer.pipe._last = None
+            trainer.pipe._chain._last = None
             trainer.train(3)
             trainer.pipe.synchronize()
         assert isinstance(caught.value.__cause__, RaceError), name

@@ -60,7 +60,6 @@ class Call:
     keep_outputs: bool = False
     newest: bool = False  # read master weights that are not published yet
     recompute_by_layer: bool = False
-    draws_repeat: bool = True  # recompute sees the same random draws as forward
 
 
 @dataclass

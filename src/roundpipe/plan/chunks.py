@@ -146,7 +146,9 @@ def _download(
         download = Action(Op.DOWNLOAD, visit.number, chunk=chunk)
         owners[download] = direct
         if chunk == 0:
-            after = [visit.last, *_last_out(draft, visit), *taken]
+            own = draft.base.outs(visit, visit.microbatches[-1])
+            after = [own[-1]] if own else [visit.last, *_last_out(draft, visit)]
+            after += taken
         else:
             after = [windows[chunk * len(windows) // count - 1]]
         draft.put(stream(visit.device, "gradients"), download, after)
