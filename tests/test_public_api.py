@@ -55,13 +55,15 @@ class Default:
 
 
 def public_members(owner: type) -> list[str]:
-    """What this class itself adds for its users; fields of a dataclass stand in ``__init__``."""
+    """What our classes add for users; fields of a dataclass stand in ``__init__``."""
     fields = (
         {field.name for field in dataclasses.fields(owner)}
         if dataclasses.is_dataclass(owner)
         else set()
     )
-    added = sorted(name for name in vars(owner) if not name.startswith("_") and name not in fields)
+    ours = [base for base in owner.__mro__ if base.__module__.startswith("roundpipe.")]
+    names = {name for base in ours for name in vars(base) if not name.startswith("_")}
+    added = sorted(names - fields)
     return added if owner is roundpipe.StepResult else ["__init__", *added]
 
 

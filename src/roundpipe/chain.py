@@ -112,7 +112,7 @@ class Chain:
         for model in self._engine.models:
             model.forget_shells()
         self._planner.restart()
-        self._num_runs = 0
+        self._num_runs = self.staleness = 0
         self._last = self._measured = None
 
     def _begin_idle(self) -> None:

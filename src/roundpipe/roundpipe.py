@@ -24,6 +24,7 @@ from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.microbatch import joined
 from roundpipe.engine.pool import DevicePool
+from roundpipe.engine.random import pass_seed
 from roundpipe.engine.run import Call
 from roundpipe.engine.updates import StepResult, Update
 from roundpipe.errors import ConfigError, ModelError, RoundPipeError
@@ -107,6 +108,7 @@ class RoundPipe(Wrapped):
         self._chain = Chain(self._engine, planner)
         self._reduction, self._seed = loss_reduction, seed
         self._num_calls = itertools.count()
+        self._num_passes = itertools.count()  # without gradient
         self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -241,10 +243,16 @@ class RoundPipe(Wrapped):
         return StepResult(update, self._engine)
 
     def synchronize(self) -> None:
-        """Block until nothing is under way; raises what failed since the last call."""
+        """Block until nothing is under way; raises what failed since the last call.
+
+        Takes over what was changed in ``requires_grad``; after a change the next call reads the
+        newest weights, whatever the staleness.
+        """
         self._engine.drain()
         self._chain.notice_recovery()
         if relayout(self._layers):
+            for layer in self._layers:  # all have one version again: the newest
+                layer.publish()
             self._chain.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -321,9 +329,13 @@ class RoundPipe(Wrapped):
                 "assign=True would take the weights out of their segments\nhint: leave it out"
             )
         self.synchronize()
+        for layer in self._layers:  # what is not loaded keeps its newest value
+            layer.publish()
         result = self.model.load_state_dict(state_dict, strict=strict)
+        named = self.model.named_parameters(remove_duplicate=False)
+        loaded = {tensor for name, tensor in named if name in state_dict}
         for layer in self._layers:
-            layer.reload_masters()
+            layer.reload_masters([n for n in layer.trainable if layer.tensors[n] in loaded])
         return result
 
     # ---- what was chosen and what ran
@@ -367,11 +379,13 @@ class RoundPipe(Wrapped):
         return any(layer.trainable for layer in self._layers)
 
     def _call(self, parts: Sequence[Any], config: RoundPipeRunConfig, **more: Any) -> Call:
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        trains = "loss" in more  # what it draws must not hang on how often one has evaluated
         return Call(
             microbatches=parts,
             caller=CallerState.capture(),
-            seed=torch.initial_seed() if self._seed is None else self._seed,
-            step=next(self._num_calls),
+            seed=seed if trains else pass_seed(seed),
+            step=next(self._num_calls if trains else self._num_passes),
             recompute_by_layer=config.recompute_grain == "layer",
             **more,
         )

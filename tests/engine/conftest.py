@@ -101,12 +101,9 @@ class Trainer:
 
     def state(self):
         """Weights, masters and moments, as they are when nothing is under way."""
-        found = {f"weight {k}": v.clone() for k, v in self.pipe.state_dict().items()}
-        for name, master in self.pipe.optim_named_parameters():
-            found[f"master {name}"] = master.detach().clone()
-            for key, value in self.optimizer.state.get(master, {}).items():
-                found[f"{key} {name}"] = torch.as_tensor(value).clone()
-        return found
+        return _state(
+            self.pipe.state_dict(), self.pipe.optim_named_parameters(), self.optimizer
+        )
 
     def use_schedule(self, change=lambda schedule: schedule, *, rounds=1, chunk_bytes=1 << 22):
         """Run other programs than the planner's: ``rounds``, small chunks, or changed at will."""
@@ -141,31 +138,58 @@ class Trainer:
         return [device.allocated_bytes for device in self.pipe._pool.devices]
 
 
-def plain(steps, *, staleness=0, microbatches=3, model=None, clip=None, calls=1):
-    """What a plain loop makes of the same batches: losses and weights."""
-    newest = model or chain()
-    optimizer = AdamW(newest.parameters(), lr=1e-2, weight_decay=0.1)
-    read, losses = (newest if not staleness else copy.deepcopy(newest)), []
-    for step in range(steps):
-        for call in range(calls):
-            inputs, labels = batch(step * calls + call)
-            total = torch.zeros(())
-            for x, y in zip(
-                *(t.split(sizes(NUM_SAMPLES, microbatches)) for t in (inputs, labels)), strict=True
-            ):
-                loss = mse_loss(read(x), y)
-                loss.backward()
-                total = total + loss.detach()
-            losses.append(total.item())
-        if staleness:
-            for p, q in zip(newest.parameters(), read.parameters(), strict=True):
+class Plain:
+    """The loop one would write, in the given staleness: ``read`` is what gradients are taken of."""
+
+    def __init__(self, *, model=None, staleness=0, microbatches=3, clip=None):
+        self.newest = model or chain()
+        self.read = copy.deepcopy(self.newest) if staleness else self.newest
+        self.optimizer = AdamW(self.newest.parameters(), lr=1e-2, weight_decay=0.1)
+        self.microbatches, self.clip = microbatches, clip
+
+    def call(self, step):
+        lengths = sizes(NUM_SAMPLES, self.microbatches)
+        total = torch.zeros(())
+        for x, y in zip(*(t.split(lengths) for t in batch(step)), strict=True):
+            loss = mse_loss(self.read(x), y)
+            loss.backward()
+            total = total + loss.detach()
+        return total.item()
+
+    def step(self):
+        if self.read is not self.newest:
+            for p, q in zip(self.newest.parameters(), self.read.parameters(), strict=True):
                 p.grad, q.grad = q.grad, None
-            read.load_state_dict(newest.state_dict())
-        if clip is not None:
-            nn.utils.clip_grad_norm_(newest.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, newest.state_dict()
+            self.refresh()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.newest.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def refresh(self):
+        """Read the newest weights from now on."""
+        self.read.load_state_dict(self.newest.state_dict())
+
+    def state(self):
+        return _state(self.newest.state_dict(), self.newest.named_parameters(), self.optimizer)
+
+
+def plain(steps, *, calls=1, **options):
+    """Losses and weights of a plain loop over the same batches."""
+    loop, losses = Plain(**options), []
+    for step in range(steps):
+        losses += [loop.call(step * calls + call) for call in range(calls)]
+        loop.step()
+    return losses, loop.newest.state_dict()
+
+
+def _state(weights, masters, optimizer):
+    found = {f"weight {name}": weight.clone() for name, weight in weights.items()}
+    for name, master in masters:
+        found[f"master {name}"] = master.detach().clone()
+        for key, value in optimizer.state.get(master, {}).items():
+            found[f"{key} {name}"] = torch.as_tensor(value).clone()
+    return found
 
 
 def same_bits(one, two):
@@ -192,7 +216,7 @@ def rig():
         return made[-1]
 
     yield SimpleNamespace(
-        trainer=trainer, plain=plain, chain=chain, batch=batch, fakes=fakes, PLAN=PLAN,
+        trainer=trainer, plain=plain, Plain=Plain, chain=chain, batch=batch, fakes=fakes, PLAN=PLAN,
         same_bits=same_bits, Block=Block,
     )  # fmt: skip
     for each in made:

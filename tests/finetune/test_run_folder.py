@@ -193,6 +193,15 @@ def test_a_failed_save_leaves_neither_new_files_nor_leftovers(config_of: Any) ->
     assert Path(config_of().output_dir, "model.safetensors").read_text() == "weights"
 
 
+def test_files_get_the_mode_that_new_files_have(config_of: Any) -> None:
+    with claim(config_of()) as folder:
+        with folder.files_in_place() as staging:
+            (staging / "model.safetensors").touch(mode=0o600)
+        (folder.path / "usual").touch()
+        modes = {path.stat().st_mode for path in folder.path.iterdir() if path.name != ".lock"}
+        assert len(modes) == 1
+
+
 def test_the_log_is_a_json_line_for_each_record(config_of: Any) -> None:
     config = config_of()
     with claim(config) as folder:

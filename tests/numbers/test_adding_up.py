@@ -60,22 +60,23 @@ def test_accumulated_calls_of_a_causal_lm_are_one_mean_over_tokens(
     whole = plain(tiny_llama(layers=2, dtype=dtype))
     loss = whole.forward_backward(batch, 8)
     wrapped = wrap(tiny_llama(layers=2, dtype=dtype), 2)
-    sgd = torch.optim.SGD(wrapped.optim_parameters(), lr=1.0)
-
-    before = {n: p.detach().clone() for n, p in wrapped.optim_named_parameters()}
     tokens = [int((part["labels"][:, 1:] != -100).sum()) for part in quarters(batch)]
     losses = [train_lm(wrapped, part, 2) for part in quarters(batch)]
-    result = wrapped.step(sgd)
-    mean = sum(x.item() * n for x, n in zip(losses, tokens, strict=True)) / sum(tokens)
+    taken = {}
 
+    result = wrapped.step(
+        lambda: taken.update({n: p.grad.clone() for n, p in wrapped.optim_named_parameters()})
+    )
+
+    mean = sum(x.item() * n for x, n in zip(losses, tokens, strict=True)) / sum(tokens)
     assert mean == pytest.approx(loss.item(), rel=1e-6 if dtype == torch.float32 else 1e-3)
-    wrapped.synchronize()
-    moved = {n: before[n] - p.detach() for n, p in wrapped.optim_named_parameters()}
-    close_to(moved, whole.sums, 1e-5 if dtype == torch.float32 else 1e-2)
+    # divided by the first call's tokens and scaled at the end: each bf16 part is rounded elsewhere
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    close_to(taken, whole.sums, tolerance)
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(g) for g in whole.sums.values()])
     )
-    assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5 if dtype != BF16 else 1e-2)
+    assert result.grad_norm.item() == pytest.approx(norm.item(), rel=tolerance)
 
 
 class Scale(nn.Module):

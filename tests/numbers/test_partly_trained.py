@@ -154,7 +154,7 @@ def test_lora_on_one_layer_gets_the_plain_gradients_and_nothing_below_runs_backw
         assert torch.equal(found, expected)
         same_bits(wrapped.gradients(), gradients)
         assert len(gradients) == 6
-        schedule = wrapped._remembered[-1].program.schedule
+        schedule = wrapped._chain.making.runs[-1].program.schedule
         first = 3  # the embedding is layer 0, so block 2 is layer 3
         for visit in schedule.visits:
             if visit.phase is Phase.BACKWARD:

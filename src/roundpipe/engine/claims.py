@@ -59,7 +59,8 @@ class Claims:
         """What ``action`` touches, by this engine's names; claims the slot it is first to fill."""
         prints = run.prints.of(action)
         if action.op is Op.UPDATE and run.update is not None and not run.update.is_layered:
-            prints = self._whole_update(run)
+            is_first = action.index == run.program.updated[0]
+            prints = self._whole_update(run) if is_first else Footprint()
         if action.op is Op.UPLOAD and action.chunk == 0:
             visit = run.program.schedule.visits[action.index]
             turn = run.prints.slot[visit.number]

@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -29,7 +30,7 @@ from roundpipe.engine.run import Call, Run
 from roundpipe.engine.transfer import TRANSFERS, download_gradients
 from roundpipe.engine.updates import Update, merge_partials
 from roundpipe.engine.watchdog import Watchdog
-from roundpipe.errors import StepError
+from roundpipe.errors import DeviceError, StallError, StepError
 from roundpipe.plan.actions import COMPUTE, OF_LAYERS, Action, Op
 from roundpipe.plan.footprint import Footprint, Footprints, Turns
 from roundpipe.store.segment import allocate_host
@@ -139,11 +140,10 @@ class Engine:
         self.raise_failure(patient=patient)
         try:
             self.watch(self._fence())
-        except BaseException as error:
-            if self._last is not None:
-                self.fail(self._last, error)
-            else:
+        except StallError as error:
+            if self._last is None:
                 raise
+            self.fail(self._last, error)
         self.raise_failure()
         self._last = None
         self._active.clear()
@@ -159,9 +159,13 @@ class Engine:
             self._failed = run
 
     def give_up(self, error: BaseException) -> None:
-        """End what is under way because the caller was interrupted, who knows why."""
-        if self._last is not None and self._failed is None:
-            self.fail(self._last, error)
+        """Drop the step in making because the caller was interrupted, who knows why.
+
+        Steps whose update has begun go on.
+        """
+        run = self._last
+        if run is not None and run.update is None and self._failed is None:
+            self.fail(run, error)
         self._is_told = True
 
     def raise_failure(self, *, patient: bool = True) -> None:
@@ -328,10 +332,11 @@ class Engine:
                 )
 
         def collect() -> None:
-            for mark in marks:
-                self.pool.host.wait("results", mark.receive())
-            self._idle = self.pool.host.record("results")
-            self.pool.host.launch("results", idle.set, label="idle")
+            with contextlib.suppress(DeviceError):  # closed: nobody waits for it
+                for mark in marks:
+                    self.pool.host.wait("results", mark.receive())
+                self._idle = self.pool.host.record("results")
+                self.pool.host.launch("results", idle.set, label="idle")
 
         self.pool.worker(RESULTS).put(collect)
         return idle
@@ -384,7 +389,10 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 def _mark(mark: Handover, record: Callable[[], Any]) -> None:
-    mark.publish(record())
+    try:
+        mark.publish(record())
+    except DeviceError as error:  # closed around work that hung
+        mark.abandon(error)
 
 
 def _is_over(run: Run, update: Update | None) -> bool:

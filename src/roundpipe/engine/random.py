@@ -32,6 +32,11 @@ def layer_seed(seed: int, step: int, layer: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def pass_seed(seed: int) -> int:
+    """The seed of passes without gradient, so that they draw nothing that training draws."""
+    return layer_seed(seed, -1, -1, -1)
+
+
 class DrawsFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Let every random operation under it draw from one generator; notes whether any did."""
 

@@ -109,8 +109,10 @@ class RunFolder:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         try:
+            mode = _usual_mode(staging)
             yield staging
             for file in staging.iterdir():
+                file.chmod(mode)  # safetensors writes files that only their owner may read
                 _sync(file)
             destination.mkdir(exist_ok=True)
             for file in sorted(staging.iterdir()):
@@ -257,6 +259,15 @@ def _make_folder(path: Path) -> None:
         raise ConfigError(
             f"output_dir: cannot make the folder: {path}: {reason}\nhint: output_dir=ANOTHER"
         ) from error
+
+
+def _usual_mode(folder: Path) -> int:
+    """The mode that a new file gets here."""
+    probe = folder / ".probe"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    return mode
 
 
 def _sync(path: Path) -> None:

@@ -92,9 +92,11 @@ def _run_steps(job: Job, trainer: RoundPipe, length: RunLength, log: StepLog) ->
         started = time.perf_counter()
         log.add(record, result)
         if length.is_evaluation_due(config, step):
+            trainer.synchronize()  # so that the rest of this step counts as training
+            paused = time.perf_counter()
             log.add_evaluation(step, length.epoch(step), _evaluate(job, trainer))
             busy.skip()
-            started = time.perf_counter()
+            started += time.perf_counter() - paused
     log.settle()
 
 
@@ -153,7 +155,7 @@ def _evaluate(job: Job, trainer: RoundPipe) -> float:
 
 def _answers(job: Job, weights: Mapping[str, torch.Tensor], terminal: Terminal) -> list[str]:
     prompts = job.config.sample_prompts
-    with terminal.waiting(f"answering {len(prompts)} sample prompts"):
+    with terminal.waiting("answering the sample prompts"):
         return answer_prompts(job.model, weights, job.tokenizer, prompts)
 
 

@@ -60,9 +60,12 @@ class HostOptimizer:
         )
 
     def _refuse_strangers(self) -> set[Tensor]:
-        """The parameters held, all of them masters of ours."""
+        """The parameters held, all of them masters of ours or once so (frozen since)."""
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
-        strangers = held.difference(*(layer.masters.values() for layer in self.layers))
+        strangers = held.difference(
+            *(layer.masters.values() for layer in self.layers),
+            *(layer.retired_masters.values() for layer in self.layers),
+        )
         if not strangers:
             return held
         working = [n for layer in self.layers for n, t in layer.tensors.items() if t in strangers]

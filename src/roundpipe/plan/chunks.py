@@ -67,20 +67,28 @@ def add_weights(base: Schedule, before: Schedule | None, options: Options) -> Sc
 def _upload(
     draft: Draft, visit: Visit, options: Options, free: list[Action], gates: list[Action]
 ) -> dict[Action, tuple[int, ...]]:
-    """Put the chunks of one visit's weights; returns the owners that each reads."""
+    """Put the chunks of one visit's weights; returns the owners that each reads.
+
+    ``free`` is what the slot waits for. Where that only stands in for a use two steps back, a wait
+    for updated weights does as well and holds up less: all of that step is over before it.
+    """
+    stands_in = [(a.index, a.before) for a in free] == [(a.index, a.before) for a in gates[:1]]
     costs = options.costs
     total = sum(costs.layers[layer].weight_bytes for layer in visit.layers)
     count = _num_chunks(total, len(gates) - 1, options)
     publish = Op.PUBLISH if options.staleness else Op.UPDATE
+    host = draft.before.streams.get("host", ()) if draft.before else ()
+    published = {action.index for action in host if action.op is publish}
     owners = {}
     for chunk, layers in enumerate(chunk_layers(costs, visit.layers, count)):
         upload = Action(Op.UPLOAD, visit.number, chunk=chunk)
         read = dict.fromkeys(owner for layer in layers for owner in costs.owners_read(layer))
         owners[upload] = tuple(read)
-        after = [Action(publish, owner, before=True) for owner in read if owner in costs.owners]
+        after = [Action(publish, owner, before=True) for owner in read if owner in published]
         gate = [gates[chunk * len(gates) // count]] if gates else []
-        slot = free if chunk == 0 else []
-        draft.put(stream(visit.device, "weights"), upload, [*after, *gate, *slot])
+        if chunk == 0 and not (after and stands_in):
+            after += free
+        draft.put(stream(visit.device, "weights"), upload, [*after, *gate])
     return owners
 
 
@@ -105,8 +113,9 @@ def add_gradients(base: Schedule, before: Schedule | None, options: Options) -> 
                 made = draft.before.chunks if item[1] and draft.before else chunks
                 return named(_last_download(item[0], made), before=item[1])
 
-            writer = visit.compute(visit.microbatches[0])[-1]
-            draft.waits[writer] += two_turns_ago(visits, at, last_download)
+            if at >= 2:  # else two turns ago is two steps back, which the upload has awaited
+                writer = visit.compute(visit.microbatches[0])[-1]
+                draft.waits[writer] += two_turns_ago(visits, at, last_download)
     for visit in base.visits:
         partial = tuple(owner for owner in _trained(options.costs, visit) if owner in merged)
         if partial:

@@ -123,6 +123,11 @@ class HostLayer:
         """Master weights by name, in parameter order; made when first asked for."""
         return self._made_masters().parameters
 
+    @property
+    def retired_masters(self) -> dict[str, nn.Parameter]:
+        """Masters of parameters that are frozen now: an optimizer may go on holding them."""
+        return self._made_masters().retired
+
     def split_masters(self) -> None:
         """Give masters that alias their working weight storage of their own (staleness 1)."""
         self._made_masters().split()

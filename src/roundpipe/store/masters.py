@@ -5,8 +5,9 @@ master does. A parameter that already has the optimizer's dtype needs no second 
 the working weight itself (an *alias*), until `split` gives it storage of its own. That is what
 staleness 1 needs, where the next step still reads the old weights while the optimizer writes.
 
-The `nn.Parameter` objects stay the same for as long as their parameter is trainable, whatever
-moves underneath: optimizers hold them.
+The `nn.Parameter` objects stay the same, whatever moves underneath: optimizers hold them. The one
+of a parameter that is frozen meanwhile is *retired*: it holds no memory and takes its value from
+the working weight when the parameter is trained again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Masters:
 
     def __init__(self, working: Mapping[str, Tensor], optim_dtype: torch.dtype | None) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
+        self.retired: dict[str, nn.Parameter] = {}
         self._optim_dtype = optim_dtype
         self._working = dict(working)
         self._aliases: set[str] = set()
@@ -46,9 +48,12 @@ class Masters:
         """Follow the working weights to new places, and a changed set of trainable ones.
 
         Masters still trainable keep object and value; new ones start as a cast of their weight;
-        the others are dropped.
+        the others are retired.
         """
         kept, self._working = self.parameters, dict(working)
+        for name in kept.keys() - working.keys():
+            self.retired[name] = kept[name]
+            kept[name].data = kept[name].new_empty(0)
         dtypes = {n: master_dtype(w.dtype, self._optim_dtype) for n, w in working.items()}
         new = [name for name in working if name not in kept]
         aliases = {name for name in new if dtypes[name] == working[name].dtype}
@@ -58,12 +63,19 @@ class Masters:
             view.copy_(working[name])
         values = {**own.views, **{name: working[name] for name in aliases}}
         self.parameters = {
-            name: kept[name] if name in kept else nn.Parameter(values[name]) for name in working
+            name: kept[name] if name in kept else self._new(name, values[name]) for name in working
         }
         self._aliases = {name for name in self._aliases if name in working}
         for name in self._aliases:
             self.parameters[name].data = working[name]
         self._aliases |= aliases
+
+    def _new(self, name: str, value: Tensor) -> nn.Parameter:
+        parameter = self.retired.pop(name, None)
+        if parameter is None:
+            return nn.Parameter(value)
+        parameter.data = value
+        return parameter
 
     def is_alias(self, name: str) -> bool:
         """Whether the master of ``name`` is the working weight itself."""

@@ -1,0 +1,81 @@
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe.errors import ConfigError, DeviceError
+from roundpipe.finetune import prepare as preparing
+from roundpipe.finetune.prepare import Job, prepare
+from roundpipe.finetune.terminal import Terminal
+
+
+def prepared(config: Any) -> tuple[Job, list[str]]:
+    stream = io.StringIO()
+    with prepare(config, Terminal(stream)) as job:
+        return job, stream.getvalue().splitlines()
+
+
+def test_the_header_says_what_is_trained_on_what(config_of: Any, tiny_folder: Path) -> None:
+    _, lines = prepared(config_of(devices="cpu*2"))
+    assert lines[0].startswith(f"{tiny_folder.name} · LoRA r=4 (4.1 k of 31 k trained) · ")
+    assert lines[0].endswith(" % trained · 2 × cpu")
+    _, lines = prepared(config_of(finetuning_type="full"))
+    assert " · full fine-tuning (26.9 k) · 12 samples, " in lines[0]
+
+
+def test_one_sample_is_shown_with_its_trained_tokens_marked(config_of: Any) -> None:
+    _, lines = prepared(config_of())
+    assert lines[-1].startswith("sample: <|im_start|>user")
+    assert "▌it is 0<|im_end|>▐" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("auto", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)],
+)
+def test_weights_are_fp32_on_the_cpu_unless_asked_otherwise(
+    config_of: Any, dtype: str, expected: torch.dtype
+) -> None:
+    job, _ = prepared(config_of(dtype=dtype))
+    assert {p.dtype for p in job.model.parameters()} == {expected}
+
+
+def test_a_wrong_device_or_model_is_told_before_data_is_read(
+    config_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "load_dataset", None)
+    with pytest.raises(DeviceError):
+        prepared(config_of(devices="cuda:7"))
+    with pytest.raises(ConfigError, match="no such folder"):
+        prepared(config_of(model_name_or_path="./nowhere"))
+
+
+def test_devices_are_closed_whatever_happens(
+    config_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    resolve = preparing.resolve_devices
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        devices = resolve(*args, **kwargs)
+        for device in devices:
+            monkeypatch.setattr(device, "close", lambda: closed.append(1))
+        return devices
+
+    monkeypatch.setattr(preparing, "resolve_devices", watched)
+    prepared(config_of(devices="cpu*2"))
+    assert len(closed) == 2
+    with pytest.raises(ConfigError):
+        prepared(config_of(devices="cpu*2", target_modules=["nothing"]))
+    assert len(closed) == 4
+
+
+def test_padding_takes_whatever_token_there_is(tiny: Any, config_of: Any) -> None:
+    job, _ = prepared(config_of())
+    assert job.pad_token_id == job.tokenizer.pad_token_id
+    job.tokenizer.pad_token = None
+    assert job.pad_token_id == job.tokenizer.eos_token_id
+    job.tokenizer.eos_token = None
+    assert job.pad_token_id == 0

@@ -1,0 +1,125 @@
+from dataclasses import replace
+
+import pytest
+
+from roundpipe.errors import PlanError
+from roundpipe.plan.generators import (
+    Replicas,
+    computation,
+    forward_only,
+    round_robin,
+    rounds_of,
+    shares,
+)
+from roundpipe.plan.partition import Partition
+from roundpipe.plan.schedule import Schedule
+
+THREE = Partition((range(2),), range(2, 3), (range(1, 2), range(1)))
+
+
+def lines(schedule: Schedule) -> dict[str, str]:
+    return {name: " ".join(map(str, queue)) for name, queue in schedule.streams.items()}
+
+
+def waits(schedule: Schedule) -> dict[str, str]:
+    return {str(a): " ".join(map(str, after)) for a, after in schedule.waits.items() if after}
+
+
+def test_stages_go_round_two_devices(costs_of) -> None:
+    schedule = round_robin(THREE, costs_of(3), devices=2, microbatches=2)
+    assert lines(schedule) == {
+        "0.compute": "F0.0 F0.1 R2.0 B2.0 R2.1 B2.1",
+        "1.compute": "X1.0 X1.1 R3.0 B3.0 R3.1 B3.1",
+    }
+    assert waits(schedule) == {
+        "X1.0": "F0.0",
+        "X1.1": "F0.1",
+        "R2.0": "F0.0",
+        "B2.0": "X1.0",
+        "R2.1": "F0.1",
+        "B2.1": "X1.1",
+        "B3.0": "B2.0",
+        "B3.1": "B2.1",
+    }
+    assert [visit.saves for visit in schedule.visits] == [(1, 2), (), (), ()]
+    assert [visit.gives_gradient for visit in schedule.visits] == [False, True, True, False]
+
+
+def test_the_deal_goes_on_in_the_next_step(costs_of) -> None:
+    first = round_robin(THREE, costs_of(3), devices=3, microbatches=1)
+    assert lines(first) == {
+        "0.compute": "F0.0 R3.0 B3.0",
+        "1.compute": "X1.0",
+        "2.compute": "R2.0 B2.0",
+    }
+    assert first.next_start_device == 1
+
+
+def test_more_devices_than_visits_begin_at_the_same_device_again(costs_of) -> None:
+    schedule = round_robin(THREE, costs_of(3), devices=5, microbatches=1, start_device=3)
+    assert [visit.device for visit in schedule.visits] == [3, 4, 0, 1]
+    assert schedule.next_start_device == 3
+
+
+def test_rounds_follow_each_other_without_a_flush(costs_of) -> None:
+    schedule = round_robin(THREE, costs_of(3), devices=3, microbatches=3, rounds=2)
+    assert lines(schedule) == {
+        "0.compute": "F0.0 F0.1 R3.0 B3.0 R3.1 B3.1 R6.2 B6.2",
+        "1.compute": "X1.0 X1.1 F4.2 R7.2 B7.2",
+        "2.compute": "R2.0 B2.0 R2.1 B2.1 X5.2",
+    }
+
+
+def test_replicas_share_the_microbatches_of_a_stage(costs_of) -> None:
+    schedule = round_robin(
+        THREE, costs_of(3), devices=2, microbatches=3, replicas=Replicas(1, 2, 2)
+    )
+    assert [(v.stage, v.device, v.microbatches) for v in schedule.visits] == [
+        (0, 0, (0, 1, 2)),
+        (1, 1, (0, 1)),
+        (1, 0, (2,)),
+        (2, 1, (0, 1)),
+        (2, 0, (2,)),
+        (3, 1, (0, 1)),
+        (3, 0, (2,)),
+    ]
+
+
+def test_nothing_goes_backward_below_the_lowest_trained_layer(costs_of) -> None:
+    partition = Partition((range(2),), range(2, 3), (range(1, 2),))
+    schedule = round_robin(partition, costs_of(3, trained=[1, 2]), devices=2, microbatches=1)
+    assert lines(schedule) == {"0.compute": "F0.0 R2.0 B2.0", "1.compute": "X1.0"}
+    assert [visit.gives_gradient for visit in schedule.visits] == [False, True, False]
+
+
+def test_a_pass_without_gradient_hands_out_its_last_boundary() -> None:
+    schedule = forward_only([range(2), range(2, 5)], devices=2, microbatches=2, start_device=1)
+    assert lines(schedule) == {"0.compute": "F1.0 F1.1", "1.compute": "F0.0 F0.1"}
+    assert [visit.saves for visit in schedule.visits] == [(2,), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (5, [1] * 5), (9, [1] * 5)]
+)
+def test_shares_are_even_and_the_first_are_longer(count: int, expected: list[int]) -> None:
+    found = shares(range(5), count)
+    assert [len(share) for share in found] == expected
+    assert [item for share in found for item in share] == list(range(5))
+
+
+@pytest.mark.parametrize("rounds", [0, 4])
+def test_a_round_without_microbatches_is_refused(rounds: int) -> None:
+    with pytest.raises(PlanError, match=f"rounds must be between 1 and .*: {rounds}"):
+        rounds_of(3, rounds)
+
+
+def test_a_boundary_that_nobody_saved_is_refused(costs_of) -> None:
+    forward, fused, *_ = round_robin(THREE, costs_of(3), devices=1, microbatches=1).visits
+    with pytest.raises(PlanError, match=r"X1\.0 needs boundary 2, which nothing hands out"):
+        computation([replace(forward, saves=(1,)), fused], devices=1, microbatches=1)
+
+
+def test_a_gradient_that_nobody_made_is_refused(costs_of) -> None:
+    forward, _, upper, _ = round_robin(THREE, costs_of(3), devices=1, microbatches=1).visits
+    with pytest.raises(PlanError, match=r"B2\.0 needs a gradient of boundary 2 that nothing makes"):
+        computation([forward, upper], devices=1, microbatches=1)
