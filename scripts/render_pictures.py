@@ -33,16 +33,20 @@ def round_robin_picture() -> str:
             return LAYER_SECONDS * num_layers
         return ACTIVATION_SECONDS if action.op in ACTIVATIONS else compute(action)
 
-    caption = (
-        "4 layers in 5 stages · 3 microbatches, numbered · two steps without a flush, at staleness 1"
-    )
+    caption = "4 layers in 5 stages · 3 microbatches, numbered · two steps, no flush (staleness 1)"
     return render_svg(simulate(chain, seconds), visits=computation.visits, caption=caption)
+
+
+def pictures() -> dict[str, str]:
+    """Every picture by its file's name."""
+    return {"round_robin.svg": round_robin_picture()}
 
 
 def main() -> None:
     """Write every picture."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    (IMAGES / "round_robin.svg").write_text(round_robin_picture(), encoding="utf-8")
+    for name, picture in pictures().items():
+        (IMAGES / name).write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

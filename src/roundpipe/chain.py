@@ -7,16 +7,19 @@ deal of stages to devices then goes on where it ended. Everything else begins on
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from roundpipe.engine.call import StepInMaking
+from roundpipe.engine.updates import Update
 from roundpipe.planner import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from roundpipe.config import RoundPipeRunConfig
     from roundpipe.engine.engine import Engine
     from roundpipe.engine.run import Call, Run, Timings
-    from roundpipe.engine.updates import Update
     from roundpipe.plan.timeline import Span
     from roundpipe.planner import Planner
     from roundpipe.sim.search import Plan
@@ -91,13 +94,28 @@ class Chain:
         self._last = runs[-1] if len(runs) == 1 else None
         self.making.end()
 
-    def step_by_hand(self) -> float:
-        """End the step in making for an update outside the engine; its gradients' scale."""
+    def step_by_hand(self, function: Callable[[], object], *, max_norm: float | None) -> Update:
+        """End the step in making by a function that finds all gradients in masters' ``.grad``."""
         self._engine.drain()
-        scale = self.making.token_scale
+        scale, layers = self.making.token_scale, self._engine.layers
         self.staleness, self._last = 0, None
-        self.making.end()  # whatever the update does, these gradients are used
-        return scale
+        self.making.end()  # whatever the function does, these gradients are used
+        try:
+            return Update.by_hand(layers, function, max_norm=max_norm, scale=scale)
+        finally:
+            for layer in layers:
+                layer.clear_gradients()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Drop the step in making if the caller is interrupted (Ctrl-C) anywhere in here."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self._engine.give_up(error)
+            raise
 
     def notice_recovery(self) -> None:
         """After a failure nothing is left of the step that was being made."""

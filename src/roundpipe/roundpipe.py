@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,21 +92,25 @@ class RoundPipe(Wrapped):
         self._config = model_run_config
         self._spec = spec_for(model)
         self._pool = pool or DevicePool(devices)
-        self._layers = build_store(
-            [layer.tensors for layer in self._spec.layers],
-            names=[layer.name for layer in self._spec.layers],
-            optim_dtype=optim_dtype,
-        )
-        self._engine = Engine(self._pool, self._spec, self._layers, stall_seconds=stall_seconds)
-        planner = Planner(
-            self._spec,
-            self._layers,
-            num_devices=len(self._pool.devices),
-            schedule=schedule,
-            memory_limit=device_memory_limit,
-            on_cpu=all(device.torch_device.type == "cpu" for device in self._pool.devices),
-        )
-        self._chain = Chain(self._engine, planner)
+        with ExitStack() as undo:  # a notebook keeps what failed alive, and its threads with it
+            if pool is None:
+                undo.callback(self._pool.close)
+            self._layers = build_store(
+                [layer.tensors for layer in self._spec.layers],
+                names=[layer.name for layer in self._spec.layers],
+                optim_dtype=optim_dtype,
+            )
+            self._engine = Engine(self._pool, self._spec, self._layers, stall_seconds=stall_seconds)
+            planner = Planner(
+                self._spec,
+                self._layers,
+                num_devices=len(self._pool.devices),
+                schedule=schedule,
+                memory_limit=device_memory_limit,
+                on_cpu=all(device.torch_device.type == "cpu" for device in self._pool.devices),
+            )
+            self._chain = Chain(self._engine, planner)
+            undo.pop_all()
         self._reduction, self._seed = loss_reduction, seed
         self._num_calls = itertools.count()
         self._num_passes = itertools.count()  # without gradient
@@ -153,8 +158,9 @@ class RoundPipe(Wrapped):
                 takes_num_items=self._spec.takes_num_items,
             ),
         )
+        self._chain.making.check(asked)
         call = self._call(asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs)
-        with self._interruptible():
+        with self._chain.interruptible():
             run = self._chain.start_training(call, config)
             self._engine.wait_results(run)
             self._chain.making.count(asked)
@@ -162,6 +168,8 @@ class RoundPipe(Wrapped):
         loss = loss.to(config.output_device or "cpu")
         if not return_outputs:
             return loss
+        if loss_fn is None and config.merge_output is not False:
+            run.outputs[0].loss = loss  # each has its share
         return loss, joined(run.outputs, config)
 
     def forward(
@@ -193,11 +201,11 @@ class RoundPipe(Wrapped):
         )
         asked = ask_forward(args, kwargs, rule)
         call = self._call(asked.microbatches, config, newest=self._chain.staleness == 1)
-        with self._interruptible():
+        with self._chain.interruptible():
             run = self._chain.start_forward(call)
             self._engine.wait_results(run)
             self._engine.drain()
-        if asked.loss is not None:
+        if asked.loss is not None and config.merge_output is not False:
             put_whole_loss(run.outputs, asked.loss)
         return joined(run.outputs, config)
 
@@ -223,7 +231,8 @@ class RoundPipe(Wrapped):
         if not self._chain.making.runs:
             raise ConfigError("nothing to step with\nhint: call forward_backward(...) first")
         if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
-            return self._step_by_function(step_fn_or_optimizer, args, kwargs, max_grad_norm)
+            function = functools.partial(step_fn_or_optimizer, *args, **kwargs)
+            return StepResult(self._chain.step_by_hand(function, max_norm=max_grad_norm))
         host = self._optimizers.get(step_fn_or_optimizer)
         if host is None:
             host = HostOptimizer(step_fn_or_optimizer, self._layers)
@@ -235,7 +244,7 @@ class RoundPipe(Wrapped):
             scale=self._chain.making.token_scale,
             publish=not is_async,
         )
-        with self._interruptible():
+        with self._chain.interruptible():
             if is_async:
                 for layer in self._layers:
                     layer.split_masters()
@@ -364,17 +373,6 @@ class RoundPipe(Wrapped):
                 "hint: close() the RoundPipe, change the module, wrap it again"
             )
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Give up the step if the caller is interrupted (Ctrl-C) anywhere in here."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException as error:
-            self._engine.give_up(error)
-            raise
-
     def _trains(self) -> bool:
         return any(layer.trainable for layer in self._layers)
 
@@ -389,23 +387,6 @@ class RoundPipe(Wrapped):
             recompute_by_layer=config.recompute_grain == "layer",
             **more,
         )
-
-    def _step_by_function(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, max_grad_norm: float | None
-    ) -> StepResult:
-        """Everything by hand: gradients into ``.grad`` of the masters, call, publish."""
-        scale = self._chain.step_by_hand()
-        try:
-            update = Update.by_hand(
-                self._layers,
-                lambda: function(*args, **kwargs),
-                max_norm=max_grad_norm,
-                scale=scale,
-            )
-        finally:
-            for layer in self._layers:
-                layer.clear_gradients()
-        return StepResult(update)
 
 
 def _close(engine: Engine, pool: DevicePool | None) -> None:

@@ -41,14 +41,14 @@ def environment() -> dict[str, str]:
 def python(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run this Python with arguments in a folder; the output as text."""
 
-    def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=cwd,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=timeout,
             check=False,
         )
 

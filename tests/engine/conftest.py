@@ -1,4 +1,4 @@
-"""A small chain to train, through RoundPipe and in plain PyTorch, and all that must stay the same."""
+"""A small chain to train, through RoundPipe and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.device.fake import FakeDevice, Ledger
 from roundpipe.engine.microbatch import sizes
 from roundpipe.engine.program import Program
+from roundpipe.engine.run import Run
 from roundpipe.optim import AdamW
+from roundpipe.plan.actions import Action
 from roundpipe.plan.check import check
 from roundpipe.plan.generators import round_robin
 from roundpipe.plan.passes import Options, lower_chain
@@ -101,9 +103,7 @@ class Trainer:
 
     def state(self):
         """Weights, masters and moments, as they are when nothing is under way."""
-        return _state(
-            self.pipe.state_dict(), self.pipe.optim_named_parameters(), self.optimizer
-        )
+        return _state(self.pipe.state_dict(), self.pipe.optim_named_parameters(), self.optimizer)
 
     def use_schedule(self, change=lambda schedule: schedule, *, rounds=1, chunk_bytes=1 << 22):
         """Run other programs than the planner's: ``rounds``, small chunks, or changed at will."""
@@ -196,6 +196,29 @@ def same_bits(one, two):
     """The names under which two states differ."""
     assert one.keys() == two.keys()
     return [name for name in one if not torch.equal(one[name], two[name])]
+
+
+class Unordered(Action):
+    """A wait for which the host issues in order, but of which no stream is told."""
+
+    @classmethod
+    def of(cls, wait):
+        return cls(wait.op, wait.index, wait.microbatch, wait.chunk, before=wait.before)
+
+
+def _receive_in_order_only(receive):
+    def give(self, action):
+        event = receive(self, Action.parse(str(action)))
+        return None if isinstance(action, Unordered) else event
+
+    return give
+
+
+@pytest.fixture
+def unordered(monkeypatch):
+    """`Unordered` waits in schedules mean what they say."""
+    monkeypatch.setattr(Run, "receive", _receive_in_order_only(Run.receive))
+    return Unordered.of
 
 
 def fakes(count, *, fail=None, watch=False):

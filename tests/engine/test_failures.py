@@ -208,14 +208,12 @@ def test_a_failure_behind_the_losses_is_raised_by_the_next_call_and_by_the_resul
     trainer = rig.trainer(rig.fakes(2, fail=saboteur))
     trainer.train(2)
     trainer.pipe.synchronize()
-    saboteur.action = next(
-        action for action in schedule_of(trainer).order if action.op is Op.NORM
-    )
+    saboteur.action = next(action for action in schedule_of(trainer).order if action.op is Op.NORM)
     trainer.call()
     result = trainer.step()
     with pytest.raises(StepError, match="sabotage"):
         result.grad_norm  # noqa: B018 - reading it waits
-    with pytest.raises(StepError, match=r"N\d \(gradient norm of layer \d\) on host failed: OSError"):
+    with pytest.raises(StepError, match=r"N\d \(gradient norm of layer \d\) on host failed"):
         trainer.call()
     with pytest.raises(StepError, match="sabotage"):
         result.skipped  # noqa: B018 - a second time too

@@ -212,9 +212,7 @@ def _press_when_waited_for(monkeypatch, gate):
     return lambda: monkeypatch.setattr(Watchdog, "is_set", telling)
 
 
-def test_the_stop_button_during_synchronize_leaves_the_step_alone(
-    rig, held, gate, monkeypatch
-):
+def test_the_stop_button_during_synchronize_leaves_the_step_alone(rig, held, gate, monkeypatch):
     trainer = held()
     arm = _press_when_waited_for(monkeypatch, gate)
     trainer.call()
@@ -227,9 +225,7 @@ def test_the_stop_button_during_synchronize_leaves_the_step_alone(
     assert goes_on(rig, trainer, 3)
 
 
-def test_the_stop_button_while_reading_a_result_leaves_the_step_alone(
-    rig, held, gate, monkeypatch
-):
+def test_the_stop_button_while_reading_a_result_leaves_the_step_alone(rig, held, gate, monkeypatch):
     trainer = held()
     arm = _press_when_waited_for(monkeypatch, gate)
     trainer.call()

@@ -10,9 +10,7 @@ from torch import nn
 
 from roundpipe.config import ModelExecutePlan
 from roundpipe.engine.claims import Claims
-from roundpipe.engine.run import Run
 from roundpipe.errors import PlanError, RaceError, StepError
-from roundpipe.plan.actions import Action
 from roundpipe.plan.check import check
 from roundpipe.plan.footprint import Footprint
 from roundpipe.roundpipe import RoundPipe
@@ -32,9 +30,7 @@ def test_steps_on_fake_devices_have_no_race_and_plain_bits(rig, num_devices, sta
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_rounds_and_small_chunks_have_no_race(rig, num_devices, staleness):
-    trainer = rig.trainer(
-        rig.fakes(num_devices, watch=True), staleness=staleness, microbatches=6
-    )
+    trainer = rig.trainer(rig.fakes(num_devices, watch=True), staleness=staleness, microbatches=6)
     trainer.use_schedule(rounds=2, chunk_bytes=256)
     same = rig.trainer(["cpu"] * num_devices, staleness=staleness, microbatches=6)
     same.use_schedule(rounds=2, chunk_bytes=256)
@@ -134,67 +130,47 @@ def test_memory_that_an_action_does_not_declare_is_seen(rig, monkeypatch, left_o
 
     monkeypatch.setattr(Claims, "footprint", forgetful)
     trainer = rig.trainer(rig.fakes(2, watch=True), staleness=1)
-    with pytest.raises(StepError) as caught:
+    with pytest.raises(StepError) as caught:  # noqa: PT012 - whichever call waits for it
         trainer.train(3)
         trainer.pipe.synchronize()
     assert isinstance(caught.value.__cause__, RaceError)
     assert "without saying so" in str(caught.value)
 
 
-class Unordered(Action):
-    """A wait for which the host issues in order, but of which no stream is told."""
-
-
-def _ordering(receive):
-    """``Run.receive`` that gives no event for an `Unordered` wait."""
-
-    def give(self, action):
-        event = receive(self, Action.parse(str(action)))
-        return None if isinstance(action, Unordered) else event
-
-    return give
-
-
-def _drop(wait):
-    return Unordered(wait.op, wait.index, wait.microbatch, wait.chunk, before=wait.before)
-
-
-def _mutants(schedule):
-    """The schedule without one wait, for each of its waits: literally, and as `Unordered`."""
+def _mutants(schedule, unordered):
+    """The waits of the schedule but one, for each of its waits: left out, and as ``unordered``."""
     for action, after in schedule.waits.items():
         for wait in after:
             without = tuple(other for other in after if other != wait)
-            unordered = tuple(_drop(other) if other == wait else other for other in after)
-            yield (
-                f"{action} without {wait}",
-                replace(schedule, waits={**schedule.waits, action: without}),
-                {action: unordered},
-            )
+            untold = tuple(unordered(other) if other == wait else other for other in after)
+            yield f"{action} without {wait}", {action: without}, {action: untold}
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_each_dropped_wait_is_caught(rig, monkeypatch, staleness, rounds):
+@pytest.mark.parametrize(("num_devices", "staleness"), [(1, 0), (2, 0), (2, 1)])
+def test_each_dropped_wait_is_caught(rig, unordered, num_devices, staleness, rounds):
     """By ``check``; and by the fake device, where it is not for the order of transfers alone."""
-    monkeypatch.setattr(Run, "receive", _ordering(Run.receive))
     trainer = rig.trainer(
-        rig.fakes(2), model=rig.chain(3), staleness=staleness, microbatches=2, plan=SMALL
+        rig.fakes(num_devices),
+        model=rig.chain(3),
+        staleness=staleness,
+        microbatches=2,
+        plan=SMALL,
     )
     trainer.use_schedule(rounds=rounds)
     trainer.train(4)  # past planning anew
     chained = trainer.lowered(trainer.pipe._chain._kind, 0, rounds=rounds)
     raced = gates = 0
-    for name, literal, unordered in _mutants(chained[-1]):
+    whole = chained[-1]
+    for name, without, untold in _mutants(whole, unordered):
         with pytest.raises(PlanError) as broken:
-            check([*chained[:-1], literal])
+            check([*chained[:-1], replace(whole, waits={**whole.waits, **without})])
         rules = {line.split(":")[0] for line in str(broken.value).splitlines()}
         if rules == {"activation_waits_behind_one_chunk"}:
             gates += 1
             continue
         trainer.use_schedule(
-            lambda schedule, unordered=unordered: replace(
-                schedule, waits={**schedule.waits, **unordered}
-            ),
+            lambda schedule, untold=untold: replace(schedule, waits={**schedule.waits, **untold}),
             rounds=rounds,
         )
         with pytest.raises(StepError) as caught:  # noqa: PT012 - the step that notices is any
@@ -203,5 +179,5 @@ def test_each_dropped_wait_is_caught(rig, monkeypatch, staleness, rounds):
             trainer.pipe.synchronize()
         assert isinstance(caught.value.__cause__, RaceError), name
         raced += 1
-    assert raced > 30
-    assert gates < raced / 4
+    assert raced > 25
+    assert gates < raced / 3

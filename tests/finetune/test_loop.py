@@ -253,6 +253,22 @@ def test_the_callers_folder_and_logs_are_not_touched(config_of: Any) -> None:
     assert os.listdir() == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "samples", "expected"),
+    [
+        ({}, 5, None),
+        ({"num_microbatch": 3}, 2, 3),
+        ({"micro_batch_size": 2}, 5, 3),
+        ({"micro_batch_size": 2}, 4, 2),
+        ({"micro_batch_size": 8}, 1, 1),
+    ],
+)
+def test_a_short_batch_keeps_the_size_of_its_microbatches(
+    config_of: Any, changes: dict[str, Any], samples: int, expected: int | None
+) -> None:
+    assert steps._run_config(config_of(**changes), samples).num_microbatch == expected
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_it_trains_at_either_staleness(config_of: Any, staleness: int) -> None:
     result, _ = run(config_of(staleness=staleness, max_steps=6, batch_size=12))

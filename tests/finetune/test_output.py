@@ -73,6 +73,19 @@ def test_views_of_one_buffer_save_and_reload_as_the_same_model(
     assert ("lm_head.weight" in names) != tied
 
 
+def test_saving_a_model_copies_no_weight(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.tiny_model()
+    newest = as_views_of_one_buffer(model.state_dict())
+    given: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(model, "save_pretrained", lambda _, state_dict: given.update(state_dict))
+    save_result(tmp_path, model, newest, tiny.tiny_tokenizer())
+    for name, tensor in given.items():
+        assert tensor.data_ptr() == newest[name].data_ptr()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # else transformers copies it
+
+
 def test_the_model_itself_is_not_changed_by_saving(tiny: ModuleType, tmp_path: Path) -> None:
     model = tiny.tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -7,7 +7,10 @@ a share of the step's, then one optimizer step.
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,3 +294,12 @@ def twin():
     return copy.deepcopy
 
 
+@pytest.fixture(scope="session")
+def smollm2():
+    """The functions of ``smollm2.py``."""
+    place = Path(__file__).with_name("smollm2.py")
+    spec = importlib.util.spec_from_file_location("smollm2", place)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["smollm2"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -167,3 +167,17 @@ def test_bf16_steps_equal_a_plain_loop_with_fp32_masters(
 
     same_bits(wrapped.state_dict(), reference.model.state_dict())
     same_bits(dict(wrapped.optim_named_parameters()), masters)
+
+
+def test_a_later_call_without_any_label_adds_nothing(batches, tiny_llama, wrap, train_lm, plain):
+    batch = batches.sequences([9, 14, 5, 7])
+    reference = plain(tiny_llama(layers=2))
+    reference.forward_backward(batch, 2)
+    wrapped = wrap(tiny_llama(layers=2), 2)
+    train_lm(wrapped, batch, 2)
+
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+    assert train_lm(wrapped, nothing, 2) == 0
+    for name, gradient in wrapped.gradients().items():
+        assert torch.equal(gradient, reference.sums[name]), name

@@ -134,9 +134,7 @@ def test_stages_given_by_hand_and_both_grains_of_recompute_give_the_same_bits(
         expected = reference.forward_backward(batch, 3)
         reference.step(plain_sgd)
 
-        found = train_xy(
-            wrapped, batch, square_loss, 3, execute_plan=plan, recompute_grain=grain
-        )
+        found = train_xy(wrapped, batch, square_loss, 3, execute_plan=plan, recompute_grain=grain)
         wrapped.step(sgd)
 
         assert torch.equal(found, expected)
@@ -211,8 +209,9 @@ def test_two_optimizers_may_take_turns(
     batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits
 ):
     reference, wrapped = plain(tiny_tower(), square_loss), wrap(tiny_tower(), 2)
-    first, second = pair("AdamW", reference.model, wrapped), pair(
-        "SGD with momentum", reference.model, wrapped
+    first, second = (
+        pair("AdamW", reference.model, wrapped),
+        pair("SGD with momentum", reference.model, wrapped),
     )
     for seed in range(5):
         batch = batches.points(6, seed=seed)

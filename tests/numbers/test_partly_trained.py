@@ -146,7 +146,6 @@ def test_lora_on_one_layer_gets_the_plain_gradients_and_nothing_below_runs_backw
     expected = reference.forward_backward(batch, 4)
     gradients = reference.gradients()
     wrapped = wrap(lora_on(tiny_llama(), [2]), num_devices)
-    adamw = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-2)
 
     for _ in range(4):  # the third is planned from measured times
         found = train_lm(wrapped, batch, 4, recompute_grain=grain)
@@ -162,7 +161,6 @@ def test_lora_on_one_layer_gets_the_plain_gradients_and_nothing_below_runs_backw
             if visit.has_backward:
                 assert visit.gives_gradient == (min(visit.layers) > first)
         wrapped.zero_grad()
-    assert adamw.param_groups
 
 
 def test_lora_steps_equal_a_plain_loop(
@@ -187,9 +185,8 @@ def test_lora_steps_equal_a_plain_loop(
     same_bits({name: now[name] for name in frozen}, frozen)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 def test_what_is_trained_may_change_between_steps(
-    is_async, batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits
+    batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits
 ):
     """Freeze a layer, then let it loose again: the optimizer keeps its moments meanwhile."""
     reference = plain(tiny_tower(), square_loss)
@@ -209,11 +206,8 @@ def test_what_is_trained_may_change_between_steps(
         expected = reference.forward_backward(batch, 3)
         reference.step(plain_adamw)
         assert torch.equal(train_xy(wrapped, batch, square_loss, 3), expected)
-        wrapped.step(adamw, is_async=is_async)
-        wrapped.synchronize()
+        wrapped.step(adamw)
         same_bits(wrapped.state_dict(), reference.model.state_dict())
-        if is_async:
-            break  # later calls read older weights: see test_staleness
 
 
 def test_a_model_of_which_nothing_is_trained_runs_and_steps(

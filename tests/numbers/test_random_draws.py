@@ -1,4 +1,4 @@
-"""Dropout draws the same whoever runs a layer, when and how often; plain PyTorch can draw it too."""
+"""Dropout draws the same whoever runs a layer, when and how often: as plain PyTorch can too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def seeded(layers, *, call, microbatch):
     """Plain PyTorch, seeded before each of ``layers`` (by number) runs."""
 
     def seed_before(layer):
-        return lambda module, args: torch.manual_seed(layer_seed(SEED, call, layer, microbatch)) and None
+        def seed(module, args):
+            torch.manual_seed(layer_seed(SEED, call, layer, microbatch))
+
+        return seed
 
     with torch.random.fork_rng(devices=[]):
         hooks = [module.register_forward_pre_hook(seed_before(i)) for i, module in layers.items()]

@@ -1,7 +1,7 @@
 """Staleness 1 equals the delayed recurrence, bit for bit, whatever happens in between.
 
-`Delayed` is that recurrence in plain PyTorch: a call reads ``model``; a step updates the masters, and
-what the next call reads is those from before the update (one step late) or after it (exact).
+`Delayed` is that recurrence in plain PyTorch: a call reads ``model``; a step updates the masters,
+and what the next call reads is those from before the update (one step late) or after it (exact).
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class Delayed:
 
     def newest(self):
         """The newest weights in the model's dtypes: what evaluation and saving see."""
-        return {
-            n: self.masters[n].detach().to(p.dtype) for n, p in self.model.named_parameters()
-        }
+        return {n: self.masters[n].detach().to(p.dtype) for n, p in self.model.named_parameters()}
 
 
 def adamw(parameters):
@@ -126,9 +124,9 @@ def test_evaluating_and_saving_in_between_see_the_newest_and_change_nothing(
             newest.load_state_dict(delayed.newest())
             wrapped.eval()
             with torch.no_grad():
-                found = wrapped(**batch, roundpipe_run_config=roundpipe.RoundPipeRunConfig(
-                    num_microbatch=1
-                ))
+                found = wrapped(
+                    **batch, roundpipe_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=1)
+                )
                 assert torch.equal(found.logits, newest.eval()(**batch).logits)
             wrapped.train()
         if seed in (1, 3):
@@ -228,7 +226,7 @@ def test_a_late_step_by_a_function_is_exact_from_then_on(
         delayed.step(is_async=not by_function)
         assert torch.equal(train_xy(wrapped, batch, square_loss, 3), expected), seed
         if by_function:
-            wrapped.step(lambda: optimizer.step())
+            wrapped.step(optimizer.step)
         else:
             wrapped.step(optimizer, is_async=True)
     same_bits(wrapped.state_dict(), delayed.newest())

@@ -1,7 +1,7 @@
 """A batch's split changes nothing: losses and gradients are those of the whole batch.
 
-Sums run in another order than unsplit, hence 1e-6; against the plain loop over the same microbatches
-they run in the same order, hence the same bits.
+Sums run in another order than unsplit, hence 1e-6; against the plain loop over the same
+microbatches they run in the same order, hence the same bits.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def test_random_lengths_and_masks_in_random_splits_give_the_mean_of_the_whole(
         whole.zero_grad()
 
 
-def test_a_microbatch_without_any_label_adds_nothing(
-    batches, tiny_llama, wrap, train_lm, close_to
-):
+def test_a_microbatch_without_any_label_adds_nothing(batches, tiny_llama, wrap, train_lm, close_to):
     batch = batches.sequences([9, 12, 7, 10])
     batch["labels"][1] = -100  # the second of four microbatches
     whole, wrapped = tiny_llama(layers=2), wrap(tiny_llama(layers=2), 2)

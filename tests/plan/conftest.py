@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from roundpipe.plan.costs import Costs, LayerCost
-from roundpipe.plan.generators import round_robin
+from roundpipe.plan.generators import at_start_device, round_robin
 from roundpipe.plan.partition import Partition
 from roundpipe.plan.passes import Options, lower_chain
 
@@ -44,31 +43,14 @@ def costs_of() -> Callable[..., Costs]:
     return _costs
 
 
-def _renamed(schedule: Schedule, turn: int) -> Schedule:
-    """A lowered schedule with every device's number moved on by ``turn``."""
-    count = schedule.num_devices
-
-    def name_of(stream: str) -> str:
-        device, _, rest = stream.rpartition(".")
-        return f"{(int(device) + turn) % count}.{rest}" if device else stream
-
-    return replace(
-        schedule,
-        visits=tuple(
-            replace(visit, device=(visit.device + turn) % count) for visit in schedule.visits
-        ),
-        streams={name_of(name): queue for name, queue in schedule.streams.items()},
-        start_device=(schedule.start_device + turn) % count,
-    )
-
-
 @pytest.fixture(scope="session")
 def for_ever() -> Callable[..., list[Schedule]]:
     """``for_ever(schedule)``: five steps, each the same schedule where the deal has gone on to."""
 
     def steps(schedule: Schedule, count: int = 5) -> list[Schedule]:
         turn = schedule.next_start_device - schedule.start_device
-        return [_renamed(schedule, turn * at) for at in range(1 - count, 1)]
+        starts = [schedule.start_device + turn * at for at in range(1 - count, 1)]
+        return [at_start_device(schedule, start % schedule.num_devices) for start in starts]
 
     return steps
 

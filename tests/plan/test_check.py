@@ -209,3 +209,20 @@ def test_an_error_names_rule_action_and_what_is_missing(small_chain) -> None:
         check([*chain[:-1], broken])
     message = "accesses_are_ordered: N0 on host touches ('gradient', 0) without waiting for O3#0"
     assert message in str(caught.value)
+
+
+def test_an_error_shows_the_schedule_with_an_arrow(small_chain) -> None:
+    chain = small_chain()
+    with pytest.raises(PlanError) as caught:
+        check([*chain[:-1], with_waits(chain[-1], "X1.1")])
+    (drawn,) = caught.value.__notes__
+    lines = drawn.splitlines()
+    assert lines[1].startswith("1.compute")
+    assert lines[2].strip() == "^ X1.1"
+    assert lines[1][lines[2].index("^") :].startswith("X1.1")
+
+
+def test_an_error_in_a_circle_still_comes(small_chain) -> None:
+    chain = small_chain()
+    with pytest.raises(PlanError, match="issue_order_respects_waits"):
+        check([*chain[:-1], with_waits(chain[-1], "U0#0", "S0")])

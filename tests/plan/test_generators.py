@@ -5,6 +5,7 @@ import pytest
 from roundpipe.errors import PlanError
 from roundpipe.plan.generators import (
     Replicas,
+    at_start_device,
     computation,
     forward_only,
     round_robin,
@@ -123,3 +124,26 @@ def test_a_gradient_that_nobody_made_is_refused(costs_of) -> None:
     forward, _, upper, _ = round_robin(THREE, costs_of(3), devices=1, microbatches=1).visits
     with pytest.raises(PlanError, match=r"B2\.0 needs a gradient of boundary 2 that nothing makes"):
         computation([forward, upper], devices=1, microbatches=1)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("devices", [2, 3, 5])
+def test_a_lowered_step_is_the_same_from_every_device_on(small_chain, devices, staleness) -> None:
+    first = small_chain(devices=devices, staleness=staleness)[-1]
+    for start in range(devices):
+        lowered = small_chain(devices=devices, staleness=staleness, start_device=start)[-1]
+        renamed = at_start_device(first, start)
+        assert dict(renamed.streams) == dict(lowered.streams)
+        assert renamed.waits == lowered.waits
+        assert renamed.visits == lowered.visits
+        assert renamed.start_device == start
+
+
+def test_devices_change_names_and_nothing_else(costs_of) -> None:
+    schedule = round_robin(THREE, costs_of(3), devices=2, microbatches=2)
+    assert lines(at_start_device(schedule, 1)) == {
+        "0.compute": "X1.0 X1.1 R3.0 B3.0 R3.1 B3.1",
+        "1.compute": "F0.0 F0.1 R2.0 B2.0 R2.1 B2.1",
+    }
+    assert list(at_start_device(schedule, 1).streams) == ["0.compute", "1.compute"]
+    assert at_start_device(at_start_device(schedule, 1), 0) == schedule

@@ -41,7 +41,7 @@ class Asked:
 
     def reported(self, loss: Tensor) -> Tensor:
         """The call's own mean, where the sum was divided by another call's tokens."""
-        if self.tokens is None or self.divisor in (None, self.tokens):
+        if not self.tokens or self.divisor in (None, self.tokens):
             return loss
         assert self.divisor is not None
         return loss * (self.divisor / self.tokens)
@@ -127,8 +127,8 @@ def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: Loss
     if "num_items_in_batch" in kwargs:  # the caller counts, over calls of ours we know nothing of
         return Asked(parts, own)
     tokens = count_trained_tokens(labels)
-    loss_factor("token_mean", LossCount(0, tokens), LossCount(0, tokens))  # refuses a step of none
     divided = divisor or tokens
+    loss_factor("token_mean", LossCount(0, tokens), LossCount(0, divided))  # refuses a step of none
     if rule.takes_num_items:
         parts = with_kwargs(parts, num_items_in_batch=divided)
         return Asked(parts, own, tokens=tokens, divisor=divided)
@@ -173,6 +173,7 @@ class StepInMaking:
         self.runs: list[Run] = []
         self._divisor: int | None = None
         self._tokens: list[int] = []
+        self._num_others = 0  # calls that are no mean over tokens
 
     @property
     def divisor(self) -> int | None:
@@ -187,9 +188,25 @@ class StepInMaking:
             return 1.0
         return self._divisor / total
 
+    def check(self, asked: Asked) -> None:
+        """Raise ConfigError for a call whose gradients must be scaled otherwise than the others'.
+
+        Several means over tokens are scaled to one by all the step's tokens, and so would be
+        whatever else is among the gradients.
+        """
+        means = len(self._tokens) + (asked.tokens is not None)
+        others = self._num_others + (asked.tokens is None)
+        if means > 1 and others:
+            raise ConfigError(
+                "some calls of this step are means over tokens and some are not\n"
+                "hint: step after each, or give all of them a loss_fn and loss_reduction='sum'"
+            )
+
     def count(self, asked: Asked) -> None:
         """Add a call whose results have come."""
-        if asked.tokens is not None:
+        if asked.tokens is None:
+            self._num_others += 1
+        else:
             self._divisor = asked.divisor
             self._tokens.append(asked.tokens)
 
@@ -197,7 +214,7 @@ class StepInMaking:
         """The step is made, or given up."""
         self.runs.clear()
         self._tokens.clear()
-        self._divisor = None
+        self._divisor, self._num_others = None, 0
 
 
 def put_whole_loss(outputs: Sequence[Any], loss: Callable[[Any, Any, int], Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CallerState:
         return cls(
             autocasts=tuple(
                 _Autocast(device, torch.get_autocast_dtype(device))
-                for device in _AUTOCAST_DEVICES
+                for device in AUTOCAST_DEVICES
                 if torch.is_autocast_enabled(device)
             ),
             function_modes=tuple(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]

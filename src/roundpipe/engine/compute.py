@@ -10,12 +10,15 @@ threads two workers on one card would share one, and a node of ours that blocks 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from roundpipe.engine.caller import AUTOCAST_DEVICES
+from roundpipe.engine.in_place import InPlace
 from roundpipe.engine.random import DrawsFrom, LayerRandom, layer_seed
 from roundpipe.plan.actions import Action, Op
 
@@ -81,8 +84,17 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
         if gradient is not None and output.requires_grad
     ]
     if pairs:
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), _without_autocast():
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def _without_autocast() -> ExitStack:
+    """Autocast off: in backward it would cast also what forward computed in fp32 on purpose."""
+    stack = ExitStack()
+    for device in AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 class Compute:
@@ -91,6 +103,7 @@ class Compute:
     def __init__(self, model: DeviceModel, draws: LayerRandom) -> None:
         self.model = model
         self._draws = draws
+        self._in_place = InPlace()
 
     def run(self, run: Run, action: Action) -> None:
         """What the compute stream runs for ``action``."""
@@ -226,6 +239,6 @@ class Compute:
 
         begin = time.perf_counter()
         with self._draws.of(layer, draw):
-            boundary = self.model.shell(layer)(*given)
+            boundary = self._in_place.run(layer, self.model.shell(layer), given)
         run.layer_seconds[layer] = time.perf_counter() - begin
         return boundary

@@ -151,12 +151,13 @@ class Engine:
     def fail(self, run: Run, error: BaseException, action: Action | None = None) -> None:
         """End ``run`` and every later one; called from any thread."""
         runs = [each for each, _ in self._active]
-        for each in runs[runs.index(run) :] if run in runs else [run]:
+        later = runs[runs.index(run) :] if run in runs else [run]
+        if self._failed is None or self._failed in later:  # known before anyone wakes up
+            self._failed = run
+        for each in later:
             each.fail(error, action)
             if each.update is not None:
                 each.update.fail(error)
-        if self._failed is None:
-            self._failed = run
 
     def give_up(self, error: BaseException) -> None:
         """Drop the step in making because the caller was interrupted, who knows why.
@@ -187,7 +188,8 @@ class Engine:
         if run is None or error is None:
             raise StepError(f"the call before was interrupted{note}")
         if isinstance(error, Exception) or is_told:
-            raise self._as_step_error(run, note) from _cause(error)
+            names = [device.name for device in self.pool.devices]
+            raise run.as_step_error(self.spec, names, note) from _cause(error)
         raise error
 
     def _recover(self) -> str:
@@ -373,15 +375,6 @@ class Engine:
             layer.publish()  # at staleness 1 the step may have published some layers, not others
         self._active.clear()
         self._last = None
-
-    def _as_step_error(self, run: Run, note: str = "") -> StepError:
-        error = run.failure
-        if isinstance(error, StepError):
-            return error
-        where = run.describe(run.failed_at, self.spec, [d.name for d in self.pool.devices])
-        return StepError(
-            f"step {run.call.step}: {where} failed: {type(error).__name__}: {error}{note}"
-        )
 
 
 def _cause(error: BaseException) -> BaseException | None:

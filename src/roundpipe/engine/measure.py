@@ -74,7 +74,7 @@ def measured(costs: Costs, run: Run) -> Costs:
             replace(
                 cost,
                 forward_seconds=forward[layer],
-                backward_seconds=_median(backward.get(layer)) or cost.backward_seconds,
+                backward_seconds=_median(backward.get(layer), otherwise=cost.backward_seconds),
             )
             for layer, cost in enumerate(costs.layers)
         ),
@@ -82,5 +82,5 @@ def measured(costs: Costs, run: Run) -> Costs:
     )
 
 
-def _median(values: list[float] | None) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
+def _median(values: list[float] | None, *, otherwise: float) -> float:
+    return max(sorted(values)[len(values) // 2], _LEAST_SECONDS) if values else otherwise

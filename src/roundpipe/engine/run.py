@@ -167,6 +167,15 @@ class Run:
         events = [self._handovers[action].event for action in lasts]
         return all(event is not None and event.is_complete() for event in events)
 
+    def as_step_error(self, spec: ModelSpec, devices: Sequence[str], note: str) -> StepError:
+        """What to raise for its failure; ``note`` goes behind what is not an error of ours."""
+        error = self.failure
+        if isinstance(error, StepError):
+            return error
+        where = self.describe(self.failed_at, spec, devices)
+        kind = type(error).__name__
+        return StepError(f"step {self.call.step}: {where} failed: {kind}: {error}{note}")
+
     def describe(self, action: Action | None, spec: ModelSpec, devices: Sequence[str]) -> str:
         """Name an action for people: what, layers, microbatch, device."""
         if action is None:

@@ -41,8 +41,6 @@ def answer_prompts(
         return []
     copied: Any = copy_around(model, weights).eval()
     settings = _greedy(copied, tokenizer, max_new_tokens)
-    base = copied.get_base_model() if hasattr(copied, "get_base_model") else copied
-    base.generation_config = settings  # else the model's own sampling settings are merged into ours
     with torch.random.fork_rng(devices=[]), torch.inference_mode(), quiet_transformers():
         return [_answer(copied, tokenizer, prompt, settings) for prompt in prompts]
 
@@ -65,7 +63,10 @@ def copy_around(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 def _greedy(
     model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
 ) -> GenerationConfig:
-    """Greedy decoding that ends where the model or its template ends a turn."""
+    """Greedy decoding that ends where the model or its template ends a turn.
+
+    ``generate`` takes whatever is not said here from the model's own generation config.
+    """
     own = getattr(model, "generation_config", None)
     ends = _as_list(getattr(own, "eos_token_id", None)) + _as_list(tokenizer.eos_token_id)
     pads = _as_list(tokenizer.pad_token_id) + ends

@@ -6,6 +6,7 @@ from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.generators import Replicas, forward_only, round_robin
 from roundpipe.plan.partition import Partition, front, partition_for
 from roundpipe.plan.passes import Options, lower, lower_chain
+from roundpipe.plan.render import render, render_svg
 from roundpipe.plan.schedule import Phase, Schedule, Visit
 from roundpipe.plan.timeline import Span, busy_share
 
@@ -28,5 +29,7 @@ __all__ = [
     "lower",
     "lower_chain",
     "partition_for",
+    "render",
+    "render_svg",
     "round_robin",
 ]

@@ -39,6 +39,11 @@ OF_LAYERS = frozenset({Op.NORM, Op.UPDATE, Op.PUBLISH})
 _TEXT = re.compile(r"(-?)([UFXRBAaGgOMNSP])(\d+)(?:\.(\d+))?(?:#(\d+))?")
 
 
+def is_action(text: str) -> bool:
+    """Whether ``Action.parse`` can read ``text``."""
+    return _TEXT.fullmatch(text) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing to do; ``index`` is a visit, or a layer for the ops in ``OF_LAYERS``."""

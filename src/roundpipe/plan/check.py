@@ -11,9 +11,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import PlanError
-from roundpipe.plan.actions import COMPUTE, Action, Op
+from roundpipe.plan.actions import COMPUTE, Action, Op, is_action
 from roundpipe.plan.clocks import Clocks, run_chain
 from roundpipe.plan.footprint import Accesses, Footprints, Turns
+from roundpipe.plan.render import render
 from roundpipe.plan.roads import is_kept_apart, pairs
 
 if TYPE_CHECKING:
@@ -261,15 +262,20 @@ def check(chain: Sequence[Schedule]) -> None:
     """Raise PlanError naming each rule that the last schedule of ``chain`` breaks, and where.
 
     ``chain`` is the schedule preceded by up to two steps it follows; a single schedule is checked
-    as a first step.
+    as a first step. A note on the error draws the schedule around the first place.
     """
-    _require(f"{rule.__name__}: {place}" for rule in STRUCTURE for place in rule(chain))
+    last = chain[-1]
+    _require(last, (f"{rule.__name__}: {place}" for rule in STRUCTURE for place in rule(chain)))
     replay = Replay(chain)
-    _require(f"{rule.__name__}: {place}" for rule in ORDER for place in rule(replay))
+    _require(last, (f"{rule.__name__}: {place}" for rule in ORDER for place in rule(replay)))
 
 
-def _require(places: Iterator[str]) -> None:
+def _require(schedule: Schedule, places: Iterator[str]) -> None:
     """Raise PlanError with the first of ``places``, if there are any."""
     broken = list(islice(places, _MOST_PLACES))
     if broken:
-        raise PlanError("\n".join(broken))
+        error = PlanError("\n".join(broken))
+        word = broken[0].split()[1]
+        if is_action(word) and (drawn := render(schedule, arrow=Action.parse(word))):
+            error.add_note(drawn)
+        raise error

@@ -172,15 +172,24 @@ def _needs(
 
 
 def at_start_device(schedule: Schedule, start_device: int) -> Schedule:
-    """The same computation dealt from another device on."""
-    turn = start_device - schedule.start_device
-    visits = [
-        replace(visit, device=(visit.device + turn) % schedule.num_devices)
-        for visit in schedule.visits
-    ]
-    return computation(
-        visits,
-        devices=schedule.num_devices,
-        microbatches=schedule.num_microbatches,
+    """The same schedule dealt from another device on, lowered or not: devices change names alone.
+
+    No rule knows one device from another, so what `check` accepts it accepts under any names.
+    """
+    count = schedule.num_devices
+    turn = (start_device - schedule.start_device) % count
+
+    def renamed(name: str) -> str:
+        device, _, kind = name.rpartition(".")
+        return stream((int(device) + turn) % count, kind) if device else name
+
+    place = {name: at for at, name in enumerate(schedule.streams)}
+    streams = {renamed(name): queue for name, queue in schedule.streams.items()}
+    return replace(
+        schedule,
+        visits=tuple(
+            replace(visit, device=(visit.device + turn) % count) for visit in schedule.visits
+        ),
+        streams={name: streams[name] for name in sorted(streams, key=lambda n: place.get(n, 0))},
         start_device=start_device,
     )

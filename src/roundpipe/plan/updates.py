@@ -46,12 +46,13 @@ def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedul
 
 
 def _uploads(base: Schedule) -> dict[int, list[Action]]:
-    """For each owner the uploads that read its weights."""
+    """For each owner the uploads that read its weights, in the order of visits."""
     uploads: dict[int, list[Action]] = {}
-    for _name, action in base.actions():
-        if action.op is Op.UPLOAD:
-            for owner in base.owners[action]:
-                uploads.setdefault(owner, []).append(action)
+    for visit in base.visits:
+        for chunk in range(base.chunks[Op.UPLOAD, visit.number]):
+            upload = Action(Op.UPLOAD, visit.number, chunk=chunk)
+            for owner in base.owners[upload]:
+                uploads.setdefault(owner, []).append(upload)
     return uploads
 
 

@@ -1,0 +1,88 @@
+"""Costs come from sizes first and from a run's spans then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from roundpipe.engine.measure import costs_from_sizes, measured
+from roundpipe.models.choose import spec_for
+from roundpipe.plan.actions import Action, Op
+from roundpipe.plan.schedule import Phase, Visit
+from roundpipe.plan.timeline import Span
+from roundpipe.store.build import build_store
+
+
+def costs_of(model):
+    spec = spec_for(model)
+    layers = build_store([layer.tensors for layer in spec.layers])
+    return costs_from_sizes(spec, layers), layers
+
+
+def test_a_layers_time_is_as_its_matrices_and_its_bytes_are_those_it_moves():
+    costs, layers = costs_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 64)))
+    small, middle, large = costs.layers
+    assert large.forward_seconds > middle.forward_seconds > small.forward_seconds
+    assert [c.backward_seconds for c in costs.layers] == pytest.approx(
+        [2 * c.forward_seconds for c in costs.layers]
+    )
+    assert [c.weight_bytes for c in costs.layers] == [x.slot_layout.num_bytes for x in layers]
+    assert costs.owners == {0, 1, 2}
+
+
+def test_a_table_in_front_computes_nothing():
+    costs, _ = costs_of(nn.Sequential(nn.Embedding(500, 8), nn.Linear(8, 8), nn.Linear(8, 500)))
+    table, middle, head = costs.layers
+    assert table.forward_seconds < middle.forward_seconds < head.forward_seconds
+
+
+def test_frozen_layers_own_no_gradient():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    costs, _ = costs_of(model)
+    assert costs.owners == {1}
+    assert costs.layers[0].gradient_bytes == 0
+
+
+def run_with(spans, layer_seconds):
+    visits = (
+        Visit(0, 0, Phase.FORWARD, range(2), 0, (0,)),
+        Visit(1, 1, Phase.FUSED, range(2, 3), 0, (0,)),
+        Visit(2, 2, Phase.BACKWARD, range(2), 0, (0,)),
+    )
+    return SimpleNamespace(
+        layer_seconds=layer_seconds,
+        timings=SimpleNamespace(spans=lambda: spans),
+        program=SimpleNamespace(schedule=SimpleNamespace(visits=visits)),
+    )
+
+
+def span(op, visit, seconds):
+    return Span("0.compute", Action(op, visit, 0), 1.0, 1.0 + seconds)
+
+
+def test_a_backwards_time_goes_to_its_layers_by_their_forward():
+    costs, _ = costs_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    spans = [
+        span(Op.FORWARD, 0, 4.0),
+        span(Op.FUSED, 1, 9.0),
+        span(Op.RECOMPUTE, 2, 100.0),
+        span(Op.BACKWARD, 2, 8.0),
+        span(Op.BACKWARD, 2, 8.0),
+        span(Op.BACKWARD, 2, 800.0),  # something came between: the median does not mind
+    ]
+    found = measured(costs, run_with(spans, {0: 1.0, 1: 3.0, 2: 2.0}))
+    assert [c.forward_seconds for c in found.layers] == [1.0, 3.0, 2.0]
+    assert [c.backward_seconds for c in found.layers] == pytest.approx([2.0, 6.0, 7.0])
+    assert [c.weight_bytes for c in found.layers] == [c.weight_bytes for c in costs.layers]
+    assert found.owners == costs.owners
+
+
+def test_what_was_not_measured_keeps_its_estimate_and_nothing_costs_nothing():
+    costs, _ = costs_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    found = measured(costs, run_with([span(Op.FUSED, 1, 0.5)], {2: 2.0}))
+    assert found.layers[:2] == costs.layers[:2]
+    assert found.layers[2].forward_seconds == 2.0
+    assert 0 < found.layers[2].backward_seconds <= 1e-6  # its forward took longer than the whole

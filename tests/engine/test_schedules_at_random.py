@@ -1,0 +1,146 @@
+"""Random schedules on CPU devices that dawdle and spoil what they are done with: same bits."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from roundpipe.config import ModelExecutePlan
+from roundpipe.device.cpu import CpuDevice
+from roundpipe.engine.engine import Engine
+from roundpipe.engine.pool import DevicePool
+from roundpipe.errors import StepError
+
+NUM_LAYERS = 4
+STEPS = 3
+LATE = 0.01  # seconds
+
+
+def dawdling(count):
+    return [
+        CpuDevice(
+            f"cpu:{index}", threads=1, max_delay_seconds=2e-4, poison_released=True, seed=count
+        )
+        for index in range(count)
+    ]
+
+
+def cuts(draw, stop):
+    """Consecutive ranges that cover 0 to ``stop``."""
+    inner = sorted(draw.sample(range(1, stop), draw.randrange(stop))) if stop else []
+    edges = [0, *inner, stop] if stop else []
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def random_plan(draw):
+    fused = draw.randrange(NUM_LAYERS)
+    return ModelExecutePlan(
+        cuts(draw, fused), [range(fused, NUM_LAYERS), *reversed(cuts(draw, fused))]
+    )
+
+
+def pools():
+    """One of each size for many trainers: what one leaves in flight, the next one meets."""
+    return {count: DevicePool(dawdling(count)) for count in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_random_schedules_give_plain_bits(rig, tenth):
+    draw, made = random.Random(tenth), pools()
+    for _ in range(20):
+        staleness, microbatches = draw.randrange(2), draw.choice([1, 2, 3, 6])
+        trainer = rig.trainer(
+            None,
+            model=rig.chain(NUM_LAYERS),
+            pool=made[draw.choice([1, 2, 3])],
+            staleness=staleness,
+            microbatches=microbatches,
+            plan=random_plan(draw),
+            recompute_grain=draw.choice(["stage", "layer"]),
+            clip=draw.choice([None, 0.01]),
+        )
+        trainer.use_schedule(chunk_bytes=draw.choice([256, 1 << 22]))
+        losses, weights = rig.plain(
+            STEPS,
+            model=rig.chain(NUM_LAYERS),
+            staleness=staleness,
+            microbatches=microbatches,
+            clip=trainer.clip,
+        )
+        assert trainer.train(STEPS) == losses, trainer.config
+        assert rig.same_bits(trainer.pipe.state_dict(), weights) == [], trainer.config
+        trainer.pipe.close()
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "awaited", "staleness"),
+    [
+        ("FXR", "U", 0),  # weights are there before they are used
+        ("FXR", "A", 0),
+        ("B", "G", 0),
+        ("U", "FXRB", 0),  # a slot is not filled while it is in use
+        ("XB", "O", 0),
+        ("U", "S", 0),  # weights of the right version
+        ("U", "P", 1),
+        ("P", "U", 1),  # weights are not written while they are read
+        ("N", "O", 0),
+        ("O", "XBag", 0),
+        ("A", "a", 0),
+        ("G", "g", 0),
+        ("ag", "FXB", 0),
+    ],
+)
+def test_a_wait_that_is_missing_shows(rig, unordered, monkeypatch, waiting, awaited, staleness):
+    """Nothing else would hide it: what nobody awaits any more is late."""
+
+    dropped = []
+
+    def is_dropped(action, wait):
+        return action.op.value in waiting and wait.op.value in awaited
+
+    def without(schedule):
+        waits = {
+            action: tuple(unordered(w) if is_dropped(action, w) else w for w in after)
+            for action, after in schedule.waits.items()
+        }
+        dropped.append(waits != schedule.waits)
+        return replace(schedule, waits=waits)
+
+    execute = Engine._execute
+
+    def late(self, run, worker, action):
+        if action.op.value in awaited:
+            time.sleep(LATE * (4 if awaited == "P" else 1))  # much of a step passes before that
+        execute(self, run, worker, action)
+
+    monkeypatch.setattr(Engine, "_execute", late)
+    trainer = rig.trainer(dawdling(1 if awaited == "O" else 2), staleness=staleness)
+    trainer.use_schedule(without)
+    losses, weights = rig.plain(STEPS, staleness=staleness)
+    try:
+        same = trainer.train(STEPS) == losses
+        same &= rig.same_bits(trainer.pipe.state_dict(), weights) == []
+    except (StepError, KeyError, RuntimeError):
+        same = False
+    assert any(dropped)
+    assert not same
+
+
+def test_what_is_late_changes_nothing_where_it_is_awaited(rig, monkeypatch):
+    execute, draw = Engine._execute, random.Random(0)
+
+    def late(self, run, worker, action):
+        time.sleep(LATE * draw.random() / 4)
+        execute(self, run, worker, action)
+
+    monkeypatch.setattr(Engine, "_execute", late)
+    trainer = rig.trainer(dawdling(2), staleness=1)
+    losses, weights = rig.plain(STEPS, staleness=1)
+    assert trainer.train(STEPS) == losses
+    assert rig.same_bits(trainer.pipe.state_dict(), weights) == []
