@@ -133,7 +133,8 @@ def run(rounds: int) -> tuple[int, dict[str, Any]]:
         try:
             even = [str(peer) for peer in EVEN]
             peers = even + choose_splits(field)
-            figures = measure(field, [SERIAL, LIBRARY, ROUND_ROBIN, ONE_DEVICE, *peers, COPIES], rounds)
+            ours = [LIBRARY, ROUND_ROBIN, ONE_DEVICE]
+            figures = measure(field, [SERIAL, *ours, *peers, COPIES], rounds)
         finally:
             field.close()
     keys = _verdict.keys_of(figures, peers, even)

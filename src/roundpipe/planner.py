@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe.engine.measure import costs_from_sizes, measured
 from roundpipe.engine.program import Program
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, PlanError
 from roundpipe.plan.check import check
 from roundpipe.plan.generators import forward_only, round_robin
 from roundpipe.plan.partition import Partition
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from roundpipe.config import ModelExecutePlan
     from roundpipe.engine.run import Run
     from roundpipe.models.spec import ModelSpec
+    from roundpipe.plan.costs import Costs
     from roundpipe.plan.schedule import Schedule
     from roundpipe.store.layer import HostLayer
 
@@ -81,7 +82,7 @@ class Planner:
 
     def plan(self, num_microbatches: int, by_hand: ModelExecutePlan | None) -> Plan:
         """The plan for so many microbatches, chosen now or before."""
-        partition = _partition(by_hand) if by_hand is not None else None
+        partition = _partition(by_hand, self.costs) if by_hand is not None else None
         key = (num_microbatches, partition)
         if key not in self._plans:
             setting = self._setting(num_microbatches)
@@ -140,11 +141,29 @@ class Planner:
         )
 
 
-def _partition(by_hand: ModelExecutePlan) -> Partition:
+def _partition(by_hand: ModelExecutePlan, costs: Costs) -> Partition:
     """A plan given by hand as a checked partition; raises PlanError if it misses a layer."""
     if not by_hand.bwd_plan:
         raise ConfigError(
             "an execute plan has no backward stage\n"
             "hint: bwd_plan begins with the fused stage, e.g. [range(9, 10), range(0, 9)]"
         )
-    return Partition(tuple(by_hand.fwd_plan), by_hand.bwd_plan[0], tuple(by_hand.bwd_plan[1:]))
+    lowest = costs.first_trainable
+    below = [  # what is frozen to the bottom needs no backward, whatever the plan says
+        range(max(stage.start, lowest), stage.stop)
+        for stage in by_hand.bwd_plan[1:]
+        if lowest is not None and stage.stop > lowest
+    ]
+    partition = Partition(tuple(by_hand.fwd_plan), by_hand.bwd_plan[0], tuple(below))
+    if list(partition.fused) != list(range(partition.fused.start, costs.num_layers)):
+        raise PlanError(
+            f"the fused stage must end with the last of {costs.num_layers} layers: "
+            f"{partition.fused}"
+        )
+    reached = min(stage.start for stage in (partition.fused, *partition.backward))
+    if lowest is not None and lowest < reached:
+        raise PlanError(
+            f"backward stages must reach down to the lowest trained layer, {lowest}: "
+            f"{list(partition.backward)}"
+        )
+    return partition

@@ -65,6 +65,12 @@ def _lowered(partition, computation, options):
     return chained
 
 
+@functools.cache
+def _lowered_only(partition, computation, options):
+    """Without `check`, for those who make very many and look at what comes out."""
+    return lower_chain(round_robin(partition, options.costs, **dict(computation)), options)
+
+
 class Trainer:
     """A RoundPipe over a chain, with its optimizer."""
 
@@ -105,21 +111,21 @@ class Trainer:
         """Weights, masters and moments, as they are when nothing is under way."""
         return _state(self.pipe.state_dict(), self.pipe.optim_named_parameters(), self.optimizer)
 
-    def use_schedule(self, change=lambda schedule: schedule, *, rounds=1, chunk_bytes=1 << 22):
-        """Run other programs than the planner's: ``rounds``, small chunks, or changed at will."""
+    def use_schedule(self, change=lambda schedule: schedule, **how):
+        """Run other programs than the planner's: see `lowered`, and changed at will."""
         kept = {}
 
         def training(kind, start):
             key = (kind, start)
             if key not in kept:
-                chained = self.lowered(kind, start, rounds=rounds, chunk_bytes=chunk_bytes)
+                chained = self.lowered(kind, start, **how)
                 kept[key] = Program(change(chained[-1]))
             return kept[key]
 
         self.pipe._chain._planner.training = training
 
-    def lowered(self, kind, start, *, rounds=1, chunk_bytes=1 << 22):
-        """A checked chain of steps, the last of which starts its deal on device ``start``."""
+    def lowered(self, kind, start, *, rounds=1, chunk_bytes=1 << 22, checked=True):
+        """A chain of steps, the last of which starts its deal on device ``start``."""
         computation = {
             "devices": len(self.pipe._pool.devices),
             "microbatches": kind.num_microbatches,
@@ -132,7 +138,8 @@ class Trainer:
             accumulate=kind.accumulate,
             min_chunk_bytes=chunk_bytes,
         )
-        return _lowered(kind.plan.partition, tuple(computation.items()), options)
+        lowered = _lowered if checked else _lowered_only
+        return lowered(kind.plan.partition, tuple(computation.items()), options)
 
     def allocated_bytes(self):
         return [device.allocated_bytes for device in self.pipe._pool.devices]

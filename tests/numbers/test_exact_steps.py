@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import roundpipe
 from roundpipe import ModelExecutePlan
+from roundpipe.errors import PlanError
 
 PLAIN_ADAMW = {"foreach": False, "fused": False}
 
@@ -141,6 +142,32 @@ def test_stages_given_by_hand_and_both_grains_of_recompute_give_the_same_bits(
         assert wrapped.plan.partition.fused == plan.bwd_plan[0]
         assert list(wrapped.plan.partition.forward) == plan.fwd_plan
     same_bits(wrapped.state_dict(), reference.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "match"),
+    [
+        ([range(3)], [range(3, 6)], "reach down to the lowest trained layer, 1"),
+        ([range(3)], [range(3, 6), range(2, 3)], "reach down to the lowest trained layer, 1"),
+        ([range(3)], [range(3, 5), range(3)], "end with the last of 6 layers"),
+        ([range(3)], [range(3, 7), range(3)], "end with the last of 6 layers"),
+        ([range(3)], [range(3, 6, 2), range(3)], "end with the last of 6 layers"),
+        ([range(2)], [range(3, 6), range(3)], "forward stages must cover layers 0 to 3"),
+        ([range(3)], [range(3, 6), range(2)], "backward stages must cover layers down from 3"),
+    ],
+)
+def test_stages_given_by_hand_that_miss_a_layer_are_refused(
+    forward, backward, match, batches, tiny_tower, square_loss, wrap, train_xy
+):
+    model = tiny_tower()
+    model[0].requires_grad_(False)
+    wrapped = wrap(model, 2)
+    plan = ModelExecutePlan(forward, backward)
+    with pytest.raises(PlanError, match=match):
+        train_xy(wrapped, batches.points(4), square_loss, 2, execute_plan=plan)
+    plan = ModelExecutePlan([range(3)], [range(3, 6), range(1, 3)])  # as far as anything is trained
+    train_xy(wrapped, batches.points(4), square_loss, 2, execute_plan=plan)
+    assert "1.up.weight" in wrapped.gradients()
 
 
 def test_the_number_of_devices_and_new_plans_change_no_bit(

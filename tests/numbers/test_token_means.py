@@ -131,3 +131,25 @@ def test_a_token_mean_of_a_loss_function_is_over_the_whole_step(tiny_tower, wrap
 
     assert found.item() == pytest.approx(loss.item(), rel=1e-6)
     close_to(wrapped.gradients(), {n: p.grad for n, p in whole.named_parameters()})
+
+
+def test_a_loss_function_over_a_causal_lms_logits_equals_its_own_loss(
+    batches, tiny_llama, wrap, train_lm, close_to
+):
+    batch = batches.sequences(LENGTHS, masked=0.6)
+    labels = batch["labels"]
+
+    def shifted(outputs, labels):
+        logits = outputs.logits[:, :-1].flatten(0, 1).float()
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+
+    own, given = (
+        wrap(tiny_llama(layers=2), 2),
+        wrap(tiny_llama(layers=2), 2, loss_reduction="token_mean"),
+    )
+    expected = train_lm(own, batch, 3)
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    found = given.forward_backward(input_kwargs=inputs, label=labels, loss_fn=shifted)
+
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    close_to(given.gradients(), own.gradients(), 2e-6)

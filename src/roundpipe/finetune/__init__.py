@@ -1,0 +1,1 @@
+"""The application: config, data, loop, output."""

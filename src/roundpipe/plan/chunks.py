@@ -3,8 +3,8 @@
 [Note: gates] A chunk of weights waits for the activation before it: the first chunk of a visit
 waits for its slot, which is free when the device's visit before begins; each other chunk for an
 activation of that visit. So an activation never stands behind more than one chunk on the link,
-without any priority in hardware. Gradients go down the same way: the first chunk behind all
-outputs so far, the others behind outputs of the visit after it.
+without any priority in hardware. Gradients go down the same way: the first chunk behind the
+visit's own last output, the others behind outputs of the visit after it.
 """
 
 from __future__ import annotations
@@ -156,23 +156,11 @@ def _download(
         owners[download] = direct
         if chunk == 0:
             own = draft.base.outs(visit, visit.microbatches[-1])
-            after = [own[-1]] if own else [visit.last, *_last_out(draft, visit)]
-            after += taken
+            after = [own[-1] if own else visit.last, *taken]
         else:
             after = [windows[chunk * len(windows) // count - 1]]
         draft.put(stream(visit.device, "gradients"), download, after)
     return owners
-
-
-def _last_out(draft: Draft, visit: Visit) -> list[Action]:
-    """What left the device last by the end of ``visit``, if anything: no chunk overtakes it."""
-    for other, is_before in reversed(draft.visits(visit.device)):
-        if is_before or other.number <= visit.number:
-            schedule = draft.before if is_before and draft.before else draft.base
-            for microbatch in reversed(other.microbatches):
-                if outs := schedule.outs(other, microbatch):
-                    return [named(outs[-1], before=is_before)]
-    return []
 
 
 def _merged_owners(base: Schedule, options: Options) -> set[int]:

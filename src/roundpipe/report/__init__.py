@@ -1,0 +1,1 @@
+"""Tables and plots of what was recorded; reads records, changes nothing."""

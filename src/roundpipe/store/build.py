@@ -72,7 +72,7 @@ def relayout(layers: Sequence[HostLayer]) -> bool:
 def newest_state(
     model: nn.Module, layers: Sequence[HostLayer], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """``model.state_dict(...)`` with the newest value of every trained parameter, in copies of its own.
+    """``model.state_dict(...)`` with the newest value of every trained parameter, copied.
 
     Names that share a parameter share the copy. Blocks on nothing: nothing may be under way.
     """
