@@ -83,7 +83,7 @@ class Chain:
         """Begin a pass without gradient on idle devices."""
         self._last = None
         self._begin_idle()
-        program = self._planner.forward(len(call.microbatches), 0)
+        program = self._planner.forward(len(call.microbatches))
         return self._engine.start(program, call, follows=False)
 
     def step(self, update: Update, *, is_async: bool) -> None:

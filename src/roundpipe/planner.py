@@ -16,7 +16,7 @@ from roundpipe.engine.measure import costs_from_sizes, measured
 from roundpipe.engine.program import Program
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.plan.check import check
-from roundpipe.plan.generators import forward_only, round_robin
+from roundpipe.plan.generators import at_start_device, forward_only, round_robin
 from roundpipe.plan.partition import Partition
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.sim.search import Plan, Setting, choose, given
@@ -63,22 +63,25 @@ class Planner:
         self._num_devices, self._schedule = num_devices, schedule
         self._memory_limit, self._on_cpu = memory_limit, on_cpu
         self._plans: dict[tuple[int, Partition | None], Plan] = {}
-        self._programs: dict[tuple[object, int], Program] = {}
+        self._lowered: dict[Kind | int, Schedule] = {}  # int: forward only, so many microbatches
+        self._programs: dict[tuple[Kind | int, int], Program] = {}
         self.costs = costs_from_sizes(spec, layers)
         choose(self._setting(1), schedule)  # an unknown name or a layer that cannot fit: now
 
     def restart(self) -> None:
         """Begin from sizes again: what is trained has changed."""
         self.costs = costs_from_sizes(self._spec, self._layers)
-        self._plans.clear()
-        self._programs.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for kept in (self._plans, self._lowered, self._programs):
+            kept.clear()
 
     def learn(self, run: Run) -> None:
         """Plan anew from the times of ``run``, on devices that compute where they issue."""
         if self._on_cpu:
             self.costs = measured(self.costs, run)
-            self._plans.clear()
-            self._programs.clear()
+            self._forget()
 
     def plan(self, num_microbatches: int, by_hand: ModelExecutePlan | None) -> Plan:
         """The plan for so many microbatches, chosen now or before."""
@@ -95,41 +98,38 @@ class Planner:
 
     def training(self, kind: Kind, start_device: int) -> Program:
         """The program of one step of ``kind`` dealt from ``start_device`` on."""
-        key = (kind, start_device)
-        if key not in self._programs:
+        if kind not in self._lowered:
             computation = round_robin(
                 kind.plan.partition,
                 self.costs,
                 devices=self._num_devices,
                 microbatches=kind.num_microbatches,
-                start_device=start_device,
                 replicas=kind.plan.replicas,
             )
             options = Options(
                 costs=self.costs, staleness=kind.staleness, accumulate=kind.accumulate
             )
-            self._programs[key] = self._lowered(computation, options, alone=kind.accumulate)
-        return self._programs[key]
+            # What is added to gradients of the same step runs alone: it follows no step.
+            self._lowered[kind] = _lowered(computation, options, steps=1 if kind.accumulate else 3)
+        return self._program(kind, start_device)
 
-    def forward(self, num_microbatches: int, start_device: int) -> Program:
-        """The program of one pass without gradient."""
-        key = (num_microbatches, start_device)
-        if key not in self._programs:
+    def forward(self, num_microbatches: int) -> Program:
+        """The program of one pass without gradient; nothing else is under way when it runs."""
+        if num_microbatches not in self._lowered:
             computation = forward_only(
                 self.plan(num_microbatches, None).forward,
                 devices=self._num_devices,
                 microbatches=num_microbatches,
-                start_device=start_device,
             )
             options = Options(costs=self.costs)
-            self._programs[key] = self._lowered(computation, options, alone=True)
-        return self._programs[key]
+            self._lowered[num_microbatches] = _lowered(computation, options, steps=1)
+        return self._program(num_microbatches, 0)
 
-    def _lowered(self, computation: Schedule, options: Options, *, alone: bool = False) -> Program:
-        """Lower and check; ``alone``: nothing else is under way when it runs."""
-        chain = lower_chain(computation, options, steps=1 if alone else 3)
-        check(chain)
-        return Program(chain[-1])
+    def _program(self, key: Kind | int, start_device: int) -> Program:
+        if (key, start_device) not in self._programs:
+            schedule = at_start_device(self._lowered[key], start_device)
+            self._programs[key, start_device] = Program(schedule)
+        return self._programs[key, start_device]
 
     def _setting(self, num_microbatches: int) -> Setting:
         return Setting(
@@ -139,6 +139,13 @@ class Planner:
             memory_limit=self._memory_limit,
             copy_seconds_per_byte=_CPU_COPY_SECONDS_PER_BYTE if self._on_cpu else 0.0,
         )
+
+
+def _lowered(computation: Schedule, options: Options, *, steps: int) -> Schedule:
+    """Lower and check the last of a chain of ``steps``; of one, it follows nothing."""
+    chain = lower_chain(computation, options, steps=steps)
+    check(chain)
+    return chain[-1]
 
 
 def _partition(by_hand: ModelExecutePlan, costs: Costs) -> Partition:

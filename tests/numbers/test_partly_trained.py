@@ -147,7 +147,7 @@ def test_lora_on_one_layer_gets_the_plain_gradients_and_nothing_below_runs_backw
     gradients = reference.gradients()
     wrapped = wrap(lora_on(tiny_llama(), [2]), num_devices)
 
-    for _ in range(4):  # the third is planned from measured times
+    for _ in range(3):  # the third is planned from measured times
         found = train_lm(wrapped, batch, 4, recompute_grain=grain)
 
         assert torch.equal(found, expected)

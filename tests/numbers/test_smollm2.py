@@ -14,7 +14,7 @@ def four_layers(smollm2):
     """The model and batches of three steps, made once."""
     smollm2.skip_if_absent()
     model, tokenizer = smollm2.first_layers(4)
-    return model, smollm2.batches(tokenizer, steps=3, max_length=24)
+    return model, smollm2.batches(tokenizer, steps=3, max_length=16)
 
 
 @pytest.fixture(scope="module")

@@ -59,8 +59,9 @@ MAKERS = {"layered": (adamw, ours), "whole": (momentum, momentum)}
 LENGTHS = [9, 14, 5, 7]
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("kind", "num_devices"), [("layered", 1), ("layered", 2), ("layered", 3), ("whole", 2)]
+)
 def test_ten_late_steps_equal_the_delayed_recurrence(
     kind, num_devices, batches, tiny_llama, plain, wrap, train_lm, same_bits
 ):
@@ -105,15 +106,16 @@ def test_the_first_steps_read_the_first_weights_twice(
     same_bits(wrapped.state_dict(), delayed.newest())
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_devices", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32)]
+)
 def test_evaluating_and_saving_in_between_see_the_newest_and_change_nothing(
     num_devices, dtype, batches, tiny_llama, plain, wrap, train_lm, same_bits
 ):
-    delayed = Delayed(plain(tiny_llama(dtype=dtype)), adamw)
-    wrapped = wrap(tiny_llama(dtype=dtype), num_devices)
+    delayed = Delayed(plain(tiny_llama(dtype=dtype, layers=2)), adamw)
+    wrapped = wrap(tiny_llama(dtype=dtype, layers=2), num_devices)
     optimizer = ours(wrapped.optim_parameters())
-    newest = tiny_llama(dtype=dtype)
+    newest = tiny_llama(dtype=dtype, layers=2)
     for seed in range(6):
         batch = batches.sequences(LENGTHS, seed=seed)
         expected = delayed.reference.forward_backward(batch, 4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from roundpipe.plan.actions import Action, Op
 from roundpipe.plan.check import check
 from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.generators import Replicas, forward_only, round_robin
-from roundpipe.plan.partition import front
+from roundpipe.plan.partition import Partition, front
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.plan.schedule import Schedule
 
@@ -151,7 +152,7 @@ def test_passes_without_gradient_may_follow_each_other(sizes, devices, microbatc
         edges.append(edges[-1] + size)
     layer = LayerCost(forward_seconds=1, backward_seconds=2, weight_bytes=9 * MIB, gradient_bytes=1)
     costs = Costs((layer,) * edges[-1], frozenset(range(edges[-1])))
-    stages = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007
+    stages = [range(first, stop) for first, stop in pairwise(edges)]
     computation = forward_only(stages, devices=devices, microbatches=microbatches)
     chain = lower_chain(computation, Options(costs=costs))
     for count in range(1, 4):
@@ -160,8 +161,6 @@ def test_passes_without_gradient_may_follow_each_other(sizes, devices, microbatc
 
 def test_an_upload_does_not_wait_for_a_turn_that_its_weights_imply(costs_of) -> None:
     """One visit a device and step: two turns ago is two steps ago, and those updates are over."""
-    from roundpipe.plan.partition import Partition
-
     costs = costs_of(3)
     partition = Partition((range(2),), range(2, 3), (range(1, 2), range(1)))
     computation = round_robin(partition, costs, devices=4, microbatches=3)
@@ -179,3 +178,13 @@ def test_a_chunk_that_starts_late_gets_a_later_gate() -> None:
     for partition in front(costs):
         computation = round_robin(partition, costs, devices=4, microbatches=5, start_device=2)
         check(lower_chain(computation, Options(costs=costs, staleness=1)))
+
+
+def test_a_device_whose_only_turn_hands_nothing_out_hides_no_earlier_one(costs_of) -> None:
+    """Its next step looks one turn back only: what left the device before must be over by then."""
+    costs = costs_of(4, trained=[1])
+    partition = Partition((range(1), range(1, 3)), range(3, 4), (range(2, 3), range(1, 2)))
+    computation = round_robin(
+        partition, costs, devices=6, microbatches=2, rounds=2, replicas=Replicas(1, 2, 2)
+    )
+    check(lower_chain(computation, Options(costs=costs, staleness=1)))

@@ -44,7 +44,11 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal) -> list[dict[str,
     config, length = job.config, RunLength.of(job.config, len(job.dataset.samples))
     before = _answers(job, job.model.state_dict(), terminal)
     torch.manual_seed(config.seed)
-    with RoundPipe(job.model, devices=list(job.devices)) as trainer:
+    with RoundPipe(
+        job.model,
+        devices=list(job.devices),
+        device_memory_limit=config.device_memory_limit,
+    ) as trainer:
         folder.start(config, replace=folder.state is RunState.NEW)
         log = StepLog(folder, total_steps=length.total_steps, logging_steps=config.logging_steps)
         with (
