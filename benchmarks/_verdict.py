@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 IDLE_SHARE = 0.01
 
 SERIAL, COPIES, LIBRARY, ONE_DEVICE = "serial", "two copies", "two devices", "one device"
-ROUND_ROBIN = "two devices, round-robin"
+HYBRID = "two devices, hybrid"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def keys_of(
         "vs_best_peer": min(best[peer] for peer in peers) / best[LIBRARY],
         "vs_even_peer": min(best[peer] for peer in even) / best[LIBRARY],
         "one_device_overhead": best[ONE_DEVICE] / best[SERIAL],
-        "round_robin_fraction": best[COPIES] / (2 * best[ROUND_ROBIN]),
+        "hybrid_fraction": best[COPIES] / (2 * best[HYBRID]),
     }
 
 

@@ -27,7 +27,7 @@ from _machine import machine_facts
 from _ours import LibrarySubject
 from _peer import CANDIDATES, EVEN, RANKS, Peer, PeerSubject
 from _serial import SerialSubject
-from _verdict import COPIES, LIBRARY, ONE_DEVICE, ROUND_ROBIN, SERIAL, Figure
+from _verdict import COPIES, HYBRID, LIBRARY, ONE_DEVICE, SERIAL, Figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,8 +59,8 @@ class Field:
                 return self._serial.sample()
             case _verdict.LIBRARY:
                 return self._two.sample()
-            case _verdict.ROUND_ROBIN:
-                return self._plain.sample()
+            case _verdict.HYBRID:
+                return self._hybrid.sample()
             case _verdict.ONE_DEVICE:
                 return self._one.sample()
             case peer:
@@ -73,9 +73,9 @@ class Field:
 
     def _start(self, folder: Path) -> None:
         self._serial = self._group([(SerialSubject, ())] * COPY_COUNT)
-        self._two = self._group([(LibrarySubject, (2, "hybrid"))])
-        self._plain = self._group([(LibrarySubject, (2, "round_robin"))])
-        self._one = self._group([(LibrarySubject, (1, "round_robin"))])
+        self._two = self._group([(LibrarySubject, (2, "auto"))])
+        self._hybrid = self._group([(LibrarySubject, (2, "hybrid"))])
+        self._one = self._group([(LibrarySubject, (1, "auto"))])
         rendezvous = str(folder / "rendezvous")
         self._pair = self._group([(PeerSubject, (rank, rendezvous)) for rank in range(RANKS)])
 
@@ -133,7 +133,7 @@ def run(rounds: int) -> tuple[int, dict[str, Any]]:
         try:
             even = [str(peer) for peer in EVEN]
             peers = even + choose_splits(field)
-            ours = [LIBRARY, ROUND_ROBIN, ONE_DEVICE]
+            ours = [LIBRARY, HYBRID, ONE_DEVICE]
             figures = measure(field, [SERIAL, *ours, *peers, COPIES], rounds)
         finally:
             field.close()
@@ -167,7 +167,7 @@ def describe(result: dict[str, Any]) -> Iterator[str]:
     for bar in _verdict.BARS:
         verdict = "MISSED" if bar.key in result["missed"] else "met"
         yield f"{bar.key:24}{result['keys'][bar.key]:8.3f}   {bar}: {verdict}"
-    yield f"{'round_robin_fraction':24}{result['keys']['round_robin_fraction']:8.3f}   no bar"
+    yield f"{'hybrid_fraction':24}{result['keys']['hybrid_fraction']:8.3f}   no bar"
     yield from (f"cannot compare: {fault}" for fault in result["faults"])
     if result["status"] == "busy":
         yield "machine busy: two copies at once disturb each other, so this run is no result"

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from roundpipe import ConfigError, DevicePool, ModelError, RoundPipe, RoundPipeRunConfig
+from roundpipe.engine.worker import Worker
 from roundpipe.optim import AdamW
 
 WIDTH = 6
@@ -67,6 +68,10 @@ def plain(model, steps, *, microbatches=2, size=4):
         optimizer.zero_grad()
         losses.append(total.item())
     return losses
+
+
+def name_of(task):
+    return getattr(getattr(task, "func", None), "__name__", "")
 
 
 def our_threads():
@@ -259,6 +264,32 @@ def test_two_threads_train_on_one_pool():
         for thread in threads:
             thread.join()
     assert losses == {seed: plain(chain(seed=seed), 20) for seed in range(3)}
+
+
+def test_a_run_that_starts_while_another_one_does_comes_behind_it_everywhere(monkeypatch):
+    """The second thread comes when the first has given its work to one worker of three."""
+    put, losses, started = Worker.put, {}, threading.Event()
+
+    def train(pool, seed):
+        with RoundPipe(chain(seed=seed), pool=pool, stall_seconds=5) as pipe:
+            losses[seed] = step(pipe, optimizer_of(pipe))
+
+    with DevicePool("cpu*2") as pool:
+        other = threading.Thread(target=train, args=(pool, 1))
+
+        def put_and_let_the_other_start(self, task):
+            put(self, task)
+            if threading.current_thread() is other:
+                if name_of(task) == "_bring_results":
+                    started.set()
+            elif name_of(task) == "_issue" and not other.ident:
+                other.start()
+                started.wait(0.5)  # in vain, unless nothing keeps it out
+
+        monkeypatch.setattr(Worker, "put", put_and_let_the_other_start)
+        train(pool, 0)
+        other.join()
+    assert losses == {seed: plain(chain(seed=seed), 1)[0] for seed in range(2)}
 
 
 def test_a_pool_that_is_closed_first_is_noticed():

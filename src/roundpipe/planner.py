@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CPU_COPY_SECONDS_PER_BYTE = 1e-10  # on the CPU a copy takes a core's time from computing
+_CPU_COPY_SECONDS_PER_BYTE = 1.5e-10  # on the CPU a copy takes a core's time from computing
 
 
 @dataclass(frozen=True)

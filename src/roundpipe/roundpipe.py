@@ -160,7 +160,8 @@ class RoundPipe(Wrapped):
         )
         self._chain.making.check(asked)
         call = self._call(asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs)
-        with self._chain.interruptible():
+        # Memory made in a caller's inference mode could not be written to outside it, ever.
+        with torch.inference_mode(False), self._chain.interruptible():
             run = self._chain.start_training(call, config)
             self._engine.wait_results(run)
             self._chain.making.count(asked)
@@ -201,7 +202,7 @@ class RoundPipe(Wrapped):
         )
         asked = ask_forward(args, kwargs, rule)
         call = self._call(asked.microbatches, config, newest=self._chain.staleness == 1)
-        with self._chain.interruptible():
+        with torch.inference_mode(False), self._chain.interruptible():
             run = self._chain.start_forward(call)
             self._engine.wait_results(run)
             self._engine.drain()
@@ -244,7 +245,7 @@ class RoundPipe(Wrapped):
             scale=self._chain.making.token_scale,
             publish=not is_async,
         )
-        with self._chain.interruptible():
+        with torch.inference_mode(False), self._chain.interruptible():
             if is_async:
                 for layer in self._layers:
                     layer.split_masters()
@@ -259,10 +260,11 @@ class RoundPipe(Wrapped):
         """
         self._engine.drain()
         self._chain.notice_recovery()
-        if relayout(self._layers):
-            for layer in self._layers:  # all have one version again: the newest
-                layer.publish()
-            self._chain.restart()
+        with torch.inference_mode(False):
+            if relayout(self._layers):
+                for layer in self._layers:  # all have one version again: the newest
+                    layer.publish()
+                self._chain.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the calls since the last step."""

@@ -241,6 +241,23 @@ def test_an_update_may_fail_that_began_long_after_its_gradients_were_there(rig, 
     assert rig.same_bits(trainer.pipe.state_dict(), rig.plain(2)[1]) == []
 
 
+def test_a_committed_step_happened_whatever_fails_later_and_whoever_waited_before(rig):
+    saboteur = Saboteur()
+    trainer = rig.trainer(rig.fakes(2, fail=saboteur))
+    trainer.train(1)
+    trainer.call()
+    trainer.pipe.synchronize()
+    saboteur.action = schedule_of(trainer).order[-1]
+    assert saboteur.action.op is Op.UPDATE
+    result = trainer.step()
+    with pytest.raises(StepError, match="its remaining updates were made after all"):
+        trainer.pipe.synchronize()
+    assert result.grad_norm > 0
+    assert not result.skipped
+    trainer.train(1)
+    assert rig.same_bits(trainer.pipe.state_dict(), rig.plain(3)[1]) == []
+
+
 def test_a_failed_call_takes_the_calls_before_it_in_its_step_with_it(rig):
     bad = []
 

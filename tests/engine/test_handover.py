@@ -53,6 +53,19 @@ def test_a_wait_may_have_an_end():
         Handover().receive(timeout=0.01)
 
 
+def test_what_is_published_as_a_waiter_enters_the_list_is_seen_by_it():
+    """Who publishes has read the list before the waiter was in it: only a second look helps."""
+    handover, event = Handover(), object()
+
+    class Late(list):
+        def append(self, lock):
+            handover.publish(event)
+            super().append(lock)
+
+    handover._waiters = Late()
+    assert handover.receive(timeout=10) is event
+
+
 def test_no_wake_up_is_lost_however_the_threads_meet():
     """A waiter that comes between the look at the value and the waking would sleep for ever."""
     for _ in range(300):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from roundpipe.config import ModelExecutePlan
 from roundpipe.device.cpu import CpuDevice
@@ -77,6 +78,30 @@ def test_random_schedules_give_plain_bits(rig, tenth):
         trainer.pipe.close()
     for pool in made.values():
         pool.close()
+
+
+def test_whatever_is_about_to_be_written_over_is_spoiled_first(rig, monkeypatch):
+    spoiled, poison = [], CpuDevice.poison
+
+    def noting(self, buffer):
+        poison(self, buffer)
+        assert buffer.view(torch.uint8).eq(0xFF).all()
+        spoiled.append(buffer.numel())
+
+    trainer = rig.trainer(dawdling(2), microbatches=2)
+    trainer.use_schedule(rounds=2)
+    monkeypatch.setattr(CpuDevice, "poison", noting)
+    trainer.train(1)
+    trainer.pipe.synchronize()
+    schedule = trainer.pipe._chain._planner.training(trainer.pipe._chain._kind, 0).schedule
+    model = trainer.pipe._engine.models[0]
+    expected = []
+    for visit in schedule.visits:
+        expected.append(model.weight_bytes(visit.layers))
+        if visit.has_backward:
+            expected.append(model.sum_bytes(visit.layers))
+            expected += [model.sum_bytes(range(n, n + 1)) for n in visit.layers]  # partial sums
+    assert sorted(spoiled) == sorted(expected)
 
 
 @pytest.mark.parametrize(

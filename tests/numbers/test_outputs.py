@@ -182,6 +182,30 @@ def test_an_island_of_fp32_inside_autocast_stays_fp32_in_backward(
     same_bits(wrapped.gradients(), reference.gradients())
 
 
+def test_inference_mode_around_evaluation_leaves_training_as_it_is(
+    batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits, split_in
+):
+    """The first call of all, and all that happens between steps, in inference mode."""
+    reference, wrapped = plain(tiny_tower(), square_loss), wrap(tiny_tower(), 2)
+    plain_sgd = torch.optim.SGD(reference.model.parameters(), lr=1e-2, momentum=0.9)
+    sgd = torch.optim.SGD(wrapped.optim_parameters(), lr=1e-2, momentum=0.9)
+    for seed in range(4):
+        batch = batches.points(6, seed=seed)
+        with torch.inference_mode():
+            found = wrapped(batch["x"], roundpipe_run_config=split_in(1))
+            assert torch.equal(found, reference.model(batch["x"]))
+            same_bits(wrapped.state_dict(), reference.model.state_dict())
+            frozen = seed == 2
+            wrapped.model[1].requires_grad_(not frozen)
+            reference.model[1].requires_grad_(not frozen)
+            wrapped.synchronize()
+        expected = reference.forward_backward(batch, 3)
+        reference.step(plain_sgd)
+        assert torch.equal(train_xy(wrapped, batch, square_loss, 3), expected)
+        wrapped.step(sgd)
+    same_bits(wrapped.state_dict(), reference.model.state_dict())
+
+
 def test_evaluation_and_training_take_turns(batches, tiny_llama, plain, wrap, train_lm, same_bits):
     """``eval()`` and ``train()`` of the whole, between steps that are chained otherwise."""
     reference = plain(tiny_llama())

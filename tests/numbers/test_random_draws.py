@@ -94,6 +94,32 @@ def test_attention_dropout_of_a_causal_lm_equals_plain_pytorch(
     same_bits(wrapped.gradients(), reference.gradients())
 
 
+def test_dropout_behind_an_embedding_equals_plain_pytorch(batches, plain, wrap, train_lm, close_to):
+    """GPT-2 draws in its first layer too, and where its context is worked out nothing is drawn."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def gpt2():
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 96}
+        rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2))
+
+    batch = batches.sequences([9, 14, 5])
+    reference = plain(gpt2().train())
+    inner = reference.model.transformer
+    layers = {0: inner.wte, **{1 + i: block for i, block in enumerate(inner.h)}}
+    loss = reference.forward_backward(
+        batch, 3, around=lambda microbatch: seeded(layers, call=0, microbatch=microbatch)
+    )
+    wrapped = wrap(gpt2().train(), 2, seed=SEED)
+    state = torch.get_rng_state()
+
+    assert torch.equal(train_lm(wrapped, batch, 3), loss)
+    close_to(wrapped.gradients(), reference.sums)  # its embedding is tied
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_evaluating_in_between_does_not_change_what_training_draws(
     batches, tiny_tower, square_loss, wrap, train_xy
 ):

@@ -90,8 +90,6 @@ def _close(workers: dict[int, Worker], devices: Sequence[Device]) -> None:
     """End everything; what hangs is left behind after a few seconds for all of it."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     for worker in workers.values():
-        worker.close(0.0)
-    for worker in workers.values():
         worker.close(max(0.0, deadline - time.monotonic()))
     for device in devices:
         device.close(timeout_seconds=max(0.0, deadline - time.monotonic()))

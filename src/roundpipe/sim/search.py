@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Literal
@@ -147,9 +148,12 @@ def step_seconds(setting: Setting, partition: Partition, replicas: Replicas) -> 
 
 
 def _copied_bytes(setting: Setting, schedule: Schedule) -> int:
+    """Weights up, gradients down; what several visits bring is copied once more to be added up."""
     total = 0
+    givers = Counter(layer for v in schedule.visits if v.has_backward for layer in v.layers)
     for visit in schedule.visits:
         for layer in visit.layers:
             cost = setting.costs.layers[layer]
-            total += cost.weight_bytes + visit.has_backward * 2 * cost.gradient_bytes
+            copies = (1 + (givers[layer] > 1)) if visit.has_backward else 0
+            total += cost.weight_bytes + copies * cost.gradient_bytes
     return total
