@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from roundpipe import ConfigError, DevicePool, ModelError, RoundPipe, RoundPipeRunConfig
+from roundpipe import (
+    ConfigError,
+    DevicePool,
+    ModelError,
+    ModelExecutePlan,
+    RoundPipe,
+    RoundPipeRunConfig,
+)
 from roundpipe.engine.worker import Worker
 from roundpipe.optim import AdamW
 
@@ -161,6 +168,75 @@ def test_what_is_dropped_without_closing_leaves_no_thread():
     gc.collect()
     assert gone() is None
     assert our_threads() == []
+
+
+class Held(nn.Module):
+    """A layer whose recompute waits until it is let go."""
+
+    def __init__(self, inner, gate):
+        super().__init__()
+        self.inner, self.gate = inner, gate
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            assert self.gate.wait(30)
+        return self.inner(x)
+
+
+class Gate:
+    def __init__(self):
+        self.event = threading.Event()
+        self.wait = self.event.wait
+
+    def __deepcopy__(self, _):
+        return self
+
+
+def held_chain(gate):
+    layers = list(chain())
+    return nn.Sequential(Held(layers[0], gate), *layers[1:])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_dropped_finishes_the_step_under_way(shared, is_async):
+    gate = Gate()
+    pool = DevicePool("cpu*2") if shared else None
+    model = held_chain(gate)
+    pipe = RoundPipe(model, devices="cpu*2", pool=pool)
+    inputs, labels = batch()
+    pipe.forward_backward(
+        (inputs,),
+        label=labels,
+        loss_fn=mse_loss,
+        run_config=RoundPipeRunConfig(
+            num_microbatch=2,
+            execute_plan=ModelExecutePlan([range(2)], [range(2, 4), range(2)]),
+        ),
+    )
+    pipe.step(optimizer_of(pipe), is_async=is_async)
+    threading.Timer(0.1, gate.event.set).start()
+    del pipe  # waits for it
+    assert gate.event.is_set()
+    expected = held_chain(gate)
+    plain(expected, 1)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    if pool is not None:
+        assert [device.allocated_bytes for device in pool.devices] == [0, 0]
+        pool.close()
+
+
+def test_what_is_collected_in_a_thread_of_its_own_pool_ends_too():
+    pipe = RoundPipe(chain(), devices="cpu*2")
+    step(pipe, optimizer_of(pipe))
+    worker, last = pipe._pool.worker(0), [pipe]
+    gone = weakref.ref(pipe)
+    del pipe
+    worker.put(last.clear)
+    for thread in our_threads():
+        thread.join(30)
+    assert gone() is None
 
 
 def test_what_is_dropped_after_a_failure_leaves_no_thread():

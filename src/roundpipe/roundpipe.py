@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -112,12 +113,12 @@ class RoundPipe(Wrapped):
             self._chain = Chain(self._engine, planner)
             undo.pop_all()
         self._reduction, self._seed = loss_reduction, seed
-        self._num_calls = itertools.count()
-        self._num_passes = itertools.count()  # without gradient
+        self._num_calls, self._num_passes = itertools.count(), itertools.count()  # no gradient
         self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = (
             weakref.WeakKeyDictionary()
         )
         self._closer = weakref.finalize(self, _close, self._engine, None if pool else self._pool)
+        self._closer.atexit = False  # devices have ended by then
 
     # ---- calls
 
@@ -286,8 +287,6 @@ class RoundPipe(Wrapped):
         except RoundPipeError:
             logger.exception("closing %s", self.name)
         finally:
-            for layer in self._layers:
-                layer.publish()
             self._closer()
             self.disown()
 
@@ -392,6 +391,10 @@ class RoundPipe(Wrapped):
 
 
 def _close(engine: Engine, pool: DevicePool | None) -> None:
+    """End what a RoundPipe held; a dropped one's in whatever thread the collector runs."""
+    if threading.current_thread().name.startswith("roundpipe "):  # must not wait for itself
+        threading.Thread(target=_close, args=(engine, pool), name="roundpipe's end").start()
+        return
     engine.close()
     if pool is not None:
         pool.close()

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from roundpipe.config import ModelExecutePlan
+from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.device.cpu import CpuDevice
+from roundpipe.engine.pool import DevicePool
 from roundpipe.errors import StepError
 from roundpipe.optim import AdamW
 from roundpipe.plan.actions import COMPUTE, OF_LAYERS, Op
@@ -358,3 +360,50 @@ def test_a_step_function_that_raises_leaves_no_gradient_behind(rig):
     assert rig.same_bits(trainer.state(), before) == []
     trainer.train(1)
     assert rig.same_bits(trainer.pipe.state_dict(), rig.plain(3)[1]) == []
+
+
+def test_a_failure_of_one_model_does_not_touch_another_on_the_same_pool(rig, trap):
+    with DevicePool("cpu*2") as pool:
+        one = rig.trainer(None, pool=pool, model=trapped(rig, trap), microbatches=2, plan=SMALL)
+        two = rig.trainer(None, pool=pool, staleness=1)
+        for _ in range(2):
+            two.train(1)
+            trap.arm(grad=False)
+            with pytest.raises(StepError, match="stepped on"):
+                one.call()
+        one.train(2)
+        two.train(1)
+        assert rig.same_bits(two.pipe.state_dict(), rig.plain(3, staleness=1)[1]) == []
+        expected = rig.plain(2, model=trapped(rig, Trap()), microbatches=2)[1]
+        assert rig.same_bits(one.pipe.state_dict(), expected) == []
+        one.pipe.close()
+        two.pipe.close()
+
+
+def test_memory_that_cannot_be_had_fails_the_call_and_a_smaller_plan_works(rig):
+    """Layers have 768 bytes each; a visit of all and the one after it do not fit into 4000."""
+    devices = [CpuDevice(f"cpu:{index}", threads=1, capacity_bytes=4000) for index in range(2)]
+    big = ModelExecutePlan([range(4)], [range(4, 5), range(4)])
+    trainer = rig.trainer(devices, plan=big)
+    with pytest.raises(torch.OutOfMemoryError, match=r"out of memory on cpu:\d: [\d,]+ bytes"):
+        trainer.call()
+    assert trainer.allocated_bytes() == [0, 0]
+    assert trainer.pipe.gradients() == {}
+    layers = [range(n, n + 1) for n in range(5)]
+    trainer.config = RoundPipeRunConfig(
+        num_microbatch=3, execute_plan=ModelExecutePlan(layers[:4], layers[::-1])
+    )
+    trainer.train(2)
+    assert rig.same_bits(trainer.pipe.state_dict(), rig.plain(2)[1]) == []
+
+
+def test_what_is_no_exception_of_ours_ends_the_call_as_itself(rig):
+    def leave(_outputs, _labels):
+        raise SystemExit(3)
+
+    trainer = rig.trainer("cpu*2", loss_fn=leave)
+    with pytest.raises(SystemExit):
+        trainer.call()
+    trainer.loss_fn = mse_loss
+    trainer.train(2)
+    assert rig.same_bits(trainer.pipe.state_dict(), rig.plain(2)[1]) == []

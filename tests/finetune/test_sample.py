@@ -66,9 +66,10 @@ def test_nothing_of_the_trained_model_is_disturbed(
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
-    random = torch.get_rng_state()
+    random, threads = torch.get_rng_state(), torch.get_num_threads()
     answer_prompts(model, weights, tiny.tiny_tokenizer(), ["a", "b"], max_new_tokens=3)
     assert torch.equal(torch.get_rng_state(), random)
+    assert torch.get_num_threads() == threads
     assert model.training is training
     assert all(module.training is training for module in model.modules())
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == pointers

@@ -201,7 +201,12 @@ class Engine:
         return note
 
     def close(self) -> None:
-        """Give the devices' memory back. The pool is its owner's to close."""
+        """Finish what is under way, unless it hangs, and give the devices' memory back.
+
+        The pool is its owner's to close.
+        """
+        if not self._is_told and self._settle(patient=False):
+            self._recover()
         for model in self.models:
             model.close()
         self._partials.clear()
