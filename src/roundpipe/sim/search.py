@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ScheduleName = Literal["auto", "round_robin", "hybrid"]
 _LEAST_STAGES = 4
+_NEAR = 0.01  # plans closer than this are as good as each other
 _ACTION_SECONDS = 20e-6  # what issuing and handing over one compute action costs
 
 
@@ -60,19 +61,18 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
     if name not in ("auto", "round_robin", "hybrid"):
         raise ConfigError(f"unknown schedule: {name}\nhint: auto, round_robin or hybrid")
     degrees = range(1, setting.devices + 1) if name == "hybrid" else (1,)
-    best: tuple[float, int, Partition, Replicas] | None = None
-    tried = 0
+    tried: list[tuple[float, int, int, Partition, Replicas]] = []
     longest = _longest_stage(setting.costs)
     for partition in front(setting.costs, memory_limit=setting.memory_limit, longest=longest):
-        for forward, fused, backward in product(degrees, repeat=3):
-            replicas = Replicas(forward, fused, backward)
-            tried += 1
+        for copies in product(degrees, repeat=3):
+            replicas = Replicas(*copies)
             seconds = step_seconds(setting, partition, replicas)
-            if best is None or (seconds, partition.num_stages) < best[:2]:
-                best = (seconds, partition.num_stages, partition, replicas)
-    assert best is not None
-    seconds, _, partition, replicas = best
-    return _plan(setting, partition, replicas, seconds=seconds, what=f"best of {tried} tried")
+            tried.append((seconds, partition.num_stages, sum(copies), partition, replicas))
+    # What the calculation leaves out grows with stages and replicas: the simplest of the near best.
+    near = min(tried, key=lambda plan: plan[0])[0] * (1 + _NEAR)
+    simplest = min((plan for plan in tried if plan[0] <= near), key=lambda p: (p[1], p[2], p[0]))
+    seconds, _, _, partition, replicas = simplest
+    return _plan(setting, partition, replicas, seconds=seconds, what=f"best of {len(tried)} tried")
 
 
 def _longest_stage(costs: Costs) -> float:
