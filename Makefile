@@ -30,7 +30,7 @@ quickstart: $(READY)
 	@$(BIN)/roundpipe train examples/quickstart.yaml
 
 test: $(READY)
-	@$(ONE_THREAD) $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff format --check $(CODE)
