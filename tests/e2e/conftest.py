@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 def python(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run this Python with arguments in a folder; the output as text."""
 
-    def run(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=cwd,

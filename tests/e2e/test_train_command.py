@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # peft 0.21 asks transformers 5.24 for a name that is about to go
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # a virtual machine may stand still for minutes
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
