@@ -51,11 +51,14 @@ def _matrix_elements(spec: ModelSpec, layer: int) -> int:
 def measured(costs: Costs, run: Run) -> Costs:
     """``costs`` with the seconds that ``run`` took, as far as it tells.
 
-    Forward is measured layer by layer; a backward's time goes to its layers in proportion to their
+    Forward is measured layer by layer, recompute counted in; medians, because whatever comes
+    between makes a layer longer. A backward's time goes to its layers in proportion to their
     forward. Only for devices that compute where they issue: elsewhere the host cannot see it.
     """
     forward = {
-        layer: max(run.layer_seconds.get(layer, cost.forward_seconds), _LEAST_SECONDS)
+        layer: max(
+            _median(run.layer_seconds.get(layer), otherwise=cost.forward_seconds), _LEAST_SECONDS
+        )
         for layer, cost in enumerate(costs.layers)
     }
     backward: dict[int, list[float]] = {}

@@ -126,7 +126,7 @@ class Run:
         self.failure: BaseException | None = None
         self.failed_at: Action | None = None
         self.timings = Timings()
-        self.layer_seconds: dict[int, float] = {}  # forward of one microbatch, as last measured
+        self.layer_seconds: dict[int, list[float]] = {}  # each forward of one microbatch
 
     def publish(self, action: Action, event: Event) -> None:
         """Say that ``action`` is issued."""
