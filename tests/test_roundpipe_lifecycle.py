@@ -327,9 +327,10 @@ def test_two_instances_share_a_pool_which_outlives_them():
 def test_two_threads_train_on_one_pool():
     """Each worker must get the runs of both in the same order, or they wait for each other."""
     losses = {}
+    models = [chain(seed=seed) for seed in range(3)]  # drawn here: threads share one generator
 
     def train(pool, seed):
-        with RoundPipe(chain(seed=seed), pool=pool, stall_seconds=30) as pipe:
+        with RoundPipe(models[seed], pool=pool, stall_seconds=30) as pipe:
             optimizer = optimizer_of(pipe)
             losses[seed] = [step(pipe, optimizer, seed=each) for each in range(20)]
 
@@ -345,9 +346,10 @@ def test_two_threads_train_on_one_pool():
 def test_a_run_that_starts_while_another_one_does_comes_behind_it_everywhere(monkeypatch):
     """The second thread comes when the first has given its work to one worker of three."""
     put, losses, started = Worker.put, {}, threading.Event()
+    models = [chain(seed=seed) for seed in range(2)]  # drawn here: threads share one generator
 
     def train(pool, seed):
-        with RoundPipe(chain(seed=seed), pool=pool, stall_seconds=5) as pipe:
+        with RoundPipe(models[seed], pool=pool, stall_seconds=5) as pipe:
             losses[seed] = step(pipe, optimizer_of(pipe))
 
     with DevicePool("cpu*2") as pool:
