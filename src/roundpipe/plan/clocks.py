@@ -94,12 +94,13 @@ def play(
     *,
     free: Mapping[str, float] | None = None,
     earlier: Mapping[Action, float] | None = None,
+    delay: Callable[[Action, Action], float] | None = None,
 ) -> Iterator[tuple[Action, float, float]]:
     """Give (action, start, end) in an order that respects waits; heads of streams start at once.
 
     In-order streams with fixed durations make starts a longest path. ``free`` is when each stream
     is done with the step before and ``earlier`` when each of that step's actions ended; what is
-    not in them is over. Raises DeadlockError when no stream can move.
+    not in them is over. ``delay(made, user)`` is how long a result is on its way. Raises DeadlockError when no stream can move.
     """
     position = dict.fromkeys(streams, 0)
     now = {name: (free or {}).get(name, 0.0) for name in streams}
@@ -121,7 +122,7 @@ def play(
                 else:
                     missing = other
                     break
-                start = max(start, end)
+                start = max(start, end + (delay(other, action) if delay else 0.0))
             if missing is not None:
                 blocked.setdefault(missing, []).append(name)
                 break

@@ -5,29 +5,48 @@ Seconds are for one microbatch on one device; bytes are of one layer, activation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer. ``backward_seconds`` is without recompute."""
+    """One layer. ``backward_seconds`` is without recompute.
+
+    On the device: ``activation_bytes`` stay from forward to backward, and ``peak_bytes`` come on
+    top of them at the layer's worst moment. ``host_forward_seconds`` and ``host_backward_seconds``
+    are the Python that issues the work: one process runs one at a time, whatever the device.
+    """
 
     forward_seconds: float
     backward_seconds: float
     weight_bytes: int = 0  # what an upload of the layer moves, borrowed tensors included
     gradient_bytes: int = 0  # fp32 sums of its trainable parameters on the device
+    download_bytes: int | None = None  # of a gradient that comes whole; None: as gradient_bytes
+    boundary_bytes: int = 0  # what the layer reads from the layer below
     activation_bytes: int = 0  # kept between forward and backward
+    peak_bytes: int = 0  # beside them at the worst moment of forward or backward
+    host_forward_seconds: float = 0.0
+    host_backward_seconds: float = 0.0
+    update_bytes: int = 0  # host memory traffic of update and publish
+    pinned_bytes: int = 0  # host memory for working weights and gradients, of what it owns
+    pageable_bytes: int = 0  # host memory for master weights and moments, of what it owns
     borrows: tuple[int, ...] = ()  # layers that own a parameter this layer reads too
 
     def __post_init__(self) -> None:
-        for name in ("forward_seconds", "backward_seconds", "weight_bytes", "gradient_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int | float) and not value >= 0:
+                raise ValueError(f"{each.name} must not be negative: {value}")
 
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter that the layer reads gets a gradient."""
         return self.gradient_bytes > 0
+
+    @property
+    def whole_download_bytes(self) -> int:
+        """What comes down of a gradient to which one visit adds all."""
+        return self.gradient_bytes if self.download_bytes is None else self.download_bytes
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    steps: Schedule | Sequence[Schedule], seconds: Callable[[Action], float]
+    steps: Schedule | Sequence[Schedule],
+    seconds: Callable[[Action], float],
+    *,
+    delay: Callable[[Action, Action], float] | None = None,
 ) -> list[Span]:
     """Return when each action runs if every stream starts its head as soon as it may.
 
     ``steps`` is one step, or steps that follow each other without a flush: a wait with a minus is
-    for the step before, and is over at once in the first. Spans come step by step. Raises
+    for the step before, and is over at once in the first. ``delay(made, user)`` is how long a result is on its way to
+    another device. Spans come step by step. Raises
     DeadlockError when no stream can move.
     """
     chain = [steps] if isinstance(steps, Schedule) else steps
@@ -36,7 +40,7 @@ def simulate(
         home = {action: name for name, action in schedule.actions()}
         ends: dict[Action, float] = {}
         for action, start, end in play(
-            schedule.streams, schedule.waits, seconds, free=free, earlier=earlier
+            schedule.streams, schedule.waits, seconds, free=free, earlier=earlier, delay=delay
         ):
             spans.append(Span(home[action], action, start, end))
             ends[action] = end

@@ -1,0 +1,59 @@
+"""What a machine can do: devices, the links to them, and the host. The planner's only view of it.
+
+Rates are bytes or floating point operations per second, sizes bytes. A number here is what work
+really gets (matrix products of a transformer, long copies of pinned memory), not what a data sheet
+promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One kind of device. ``flops`` are by arithmetic: a dtype and how products are added up.
+
+    Keys of ``flops``: ``fp32``, ``tf32``, ``bf16``, ``fp16`` (products added in fp32) and
+    ``fp16_fp16`` (added in fp16, twice as fast on consumer cards).
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    bandwidth: float  # of its own memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Between the host and one device. ``duplex`` is what is left of a rate when both ways run."""
+
+    up: float  # host -> device
+    down: float  # device -> host
+    duplex: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """``bandwidth`` is of memory: transfers, sums of gradients and the optimizer share it."""
+
+    memory_bytes: int
+    bandwidth: float
+    disk_bytes: int | None = None  # free; None: unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Devices with one link each, and their host. ``link_cap``: of all links together, each way."""
+
+    cards: tuple[Card, ...]
+    links: tuple[Link, ...]
+    host: Host
+    link_cap: float | None = None
+    text: str = field(default="", compare=False)  # as the user wrote it
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the machine has."""
+        return len(self.cards)
