@@ -44,7 +44,8 @@ def chain(staleness: int) -> tuple[dict[str, float], float]:
             run_step()
         pipe.synchronize()
         seconds = time.perf_counter() - start
-        return busy_share([span for span in pipe.timeline if span.start >= start]), seconds / STEPS
+        spans = [span for span in pipe.timeline.spans if span.start >= start]
+        return busy_share(spans), seconds / STEPS
 
 
 def _step_of(pipe: roundpipe.RoundPipe, staleness: int) -> Callable[[], None]:

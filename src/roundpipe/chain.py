@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe.engine.call import StepInMaking
 from roundpipe.engine.updates import Update
+from roundpipe.plan.timeline import Timeline
 from roundpipe.planner import Kind
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from roundpipe.config import RoundPipeRunConfig
     from roundpipe.engine.engine import Engine
     from roundpipe.engine.run import Call, Run, Timings
-    from roundpipe.plan.timeline import Span
     from roundpipe.planner import Planner
     from roundpipe.sim.search import Plan
 
@@ -49,9 +49,13 @@ class Chain:
         """The plan of the last training run; None before the first."""
         return self._kind.plan if self._kind is not None else None
 
-    def spans(self) -> list[Span]:
-        """What ran when on the compute streams, of the last runs."""
-        return [span for timings in self._timings for span in timings.spans()]
+    def timeline(self) -> Timeline:
+        """What ran when, of the last training runs."""
+        return Timeline(
+            tuple(timings.as_step() for timings in self._timings),
+            devices=tuple(device.name for device in self._engine.pool.devices),
+            layers=tuple(layer.name for layer in self._engine.spec.layers),
+        )
 
     def start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
         """Begin a training run; a further one of the same step is added to what is on the host."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roundpipe.plan.timeline import Span
+    from roundpipe.plan.timeline import Timeline
     from roundpipe.sim.search import Plan
 
 logger = logging.getLogger(__name__)
@@ -356,9 +356,9 @@ class RoundPipe(Wrapped):
         return self._chain.plan
 
     @property
-    def timeline(self) -> list[Span]:
-        """What ran when on the compute streams, of the runs that are still remembered."""
-        return self._chain.spans()
+    def timeline(self) -> Timeline:
+        """What ran when, of the training calls that are still remembered."""
+        return self._chain.timeline()
 
     # ---- inside
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
 from roundpipe.device import cuda
-from roundpipe.device.cuda import CudaDevice, CudaState, cause_of_none, cuda_state
+from roundpipe.device.cuda import CudaDevice, CudaState, CudaTiming, cause_of_none, cuda_state
 from roundpipe.errors import DeviceError
 
 no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a card")
@@ -68,3 +71,29 @@ def test_a_card_that_is_not_there_and_one_that_cannot_compute_are_refused(
     monkeypatch.setattr(torch, "zeros", broken)
     with pytest.raises(DeviceError, match="cannot use cuda:0: no kernel image is available"):
         CudaDevice(0)
+
+
+class Event:
+    """A card's event, passed at ``milliseconds``; None: not yet."""
+
+    def __init__(self, milliseconds: float | None) -> None:
+        self.milliseconds = milliseconds
+
+    def query(self) -> bool:
+        return self.milliseconds is not None
+
+    def elapsed_time(self, later: Event) -> float:
+        if self.milliseconds is None or later.milliseconds is None:
+            raise ValueError("both events must be completed")  # as torch does
+        return later.milliseconds - self.milliseconds
+
+
+def test_the_times_of_work_under_way_are_not_a_number() -> None:
+    origin: Any = cuda._Origin(Event(0.0), 10.0)  # type: ignore[arg-type]
+    start, end = Event(2000.0), Event(None)
+    timing = CudaTiming(origin, start, end)  # type: ignore[arg-type]
+    assert math.isnan(timing.start_seconds)
+    assert math.isnan(timing.end_seconds)
+    end.milliseconds = 2500.0
+    assert timing.start_seconds == pytest.approx(12.0)
+    assert timing.end_seconds == pytest.approx(12.5)

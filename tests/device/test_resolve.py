@@ -14,7 +14,9 @@ from roundpipe.device.cpu import CpuDevice
 from roundpipe.device.cuda import CudaState
 from roundpipe.device.fake import FakeDevice
 from roundpipe.device.resolve import Surroundings, resolve_devices
-from roundpipe.errors import DeviceError
+from roundpipe.device.emulated import EmulatedDevice
+from roundpipe.errors import ConfigError, DeviceError
+from roundpipe.plan.machine_text import parse_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,6 +211,33 @@ def test_an_order_the_environment_chose_is_kept(
 )
 def test_what_is_no_device_is_refused(spec: object, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
+        resolve_devices(spec, surroundings=THREE_CARDS)
+
+
+def test_an_emulated_machine_is_written_as_machines_are() -> None:
+    devices = resolve_devices("emulated:2x4090+1x3060,96GB, time_scale=0.25, pcie3")
+    assert [device.name for device in devices] == ["emulated:0", "emulated:1", "emulated:2"]
+    assert all(isinstance(device, EmulatedDevice) for device in devices)
+    clocks = {device.clock for device in devices if isinstance(device, EmulatedDevice)}
+    (clock,) = clocks
+    assert clock.machine == parse_machine("2x4090+1x3060,96GB,pcie3")
+    assert clock.time_scale == 0.25
+    for device in devices:
+        device.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("emulated:", "a machine without a card"),
+        ("emulated:2xnothing", "unknown card: nothing"),
+        ("emulated:2x4090,time_scale=fast", "not a number: time_scale=fast\nhint: time_scale=0.1"),
+        ("emulated:2x4090,time_scale=-1", "not a number: time_scale=-1"),
+        (["emulated:2x4090"], "not a device: 'emulated:2x4090'"),
+    ],
+)
+def test_an_emulated_machine_that_is_none_is_refused(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         resolve_devices(spec, surroundings=THREE_CARDS)
 
 

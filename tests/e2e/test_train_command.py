@@ -161,6 +161,7 @@ def test_ctrl_c_keeps_the_weights_and_exits_130(environment: dict[str, str], pla
         running.wait(60)
     assert running.returncode == 130, errors
     assert "saved stopped/interrupted" in rest
+    assert 0 < (place / "stopped/timeline.json").stat().st_size < 4e6
     assert "Traceback" not in errors
     base = AutoModelForCausalLM.from_pretrained(place / "base")
     PeftModel.from_pretrained(base, place / "stopped/interrupted")

@@ -24,6 +24,7 @@ from roundpipe.finetune.schedule import rate_factor, warmup_step_count
 from roundpipe.finetune.source import locate_model
 from roundpipe.finetune.step_log import StepLog, StepRecord
 from roundpipe.finetune.terminal import Terminal
+from roundpipe.report.timeline_record import read_record
 
 if TYPE_CHECKING:
     from roundpipe.finetune.config import TrainConfig
@@ -146,6 +147,7 @@ def test_the_folder_holds_all_that_is_promised(config_of: Any) -> None:
         "config.yaml",
         "generation_config.json",
         "run.log",
+        "timeline.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "trainer_log.jsonl",
@@ -157,6 +159,10 @@ def test_the_folder_holds_all_that_is_promised(config_of: Any) -> None:
     assert any(line.startswith("sample: <|im_start|>user") for line in lines)
     assert any(line.startswith("  before: ") for line in lines)
     assert any(line.startswith("  after:  ") for line in lines)
+    record = read_record(result.folder / "timeline.json")
+    assert [step.step for step in record.timeline.steps] == [1, 2, 3]
+    assert {"0.compute", "0.weights", "host"} <= {s.stream for s in record.timeline.spans}
+    assert len(record.counters["0.memory"]) == 3
 
 
 def test_the_same_command_again_leaves_a_finished_run_alone(config_of: Any) -> None:
@@ -218,6 +224,8 @@ def test_a_run_that_ends_early_keeps_the_newest_weights(
     assert f"{config.output_dir}/interrupted" in stream.getvalue()
     assert not (result.folder / "adapter_model.safetensors").exists()
     assert len((result.folder / "trainer_log.jsonl").read_text().splitlines()) >= 1
+    timeline = read_record(result.folder / "timeline.json").timeline
+    assert [step.step for step in timeline.steps] == [1, 2]
     again, lines = run(config_of(max_steps=9, lr_scheduler_type="constant"))
     assert lines[1].startswith("starting over: ")
     assert again.global_step == 9

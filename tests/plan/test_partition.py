@@ -1,4 +1,9 @@
-from itertools import combinations, pairwise
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +11,16 @@ from hypothesis import strategies as st
 
 from roundpipe.errors import PlanError
 from roundpipe.plan.costs import Costs, LayerCost
-from roundpipe.plan.partition import Partition, forward_stages, front, partition_for
+from roundpipe.plan.partition import (
+    Partition,
+    forward_stages,
+    front,
+    fused_choices,
+    partition_for,
+)
+from roundpipe.plan.schedule import Phase
+
+PUBLISHED = Path(__file__).parents[1] / "reference" / "published.json"
 
 
 def chain(seconds, *, trained_from=0, weight=0, activation=0) -> Costs:
@@ -23,58 +37,22 @@ def chain(seconds, *, trained_from=0, weight=0, activation=0) -> Costs:
     return Costs(layers, frozenset(range(trained_from, len(layers))))
 
 
-def cuts(layers: range) -> list[list[range]]:
-    """Every way to cut ``layers`` into stages."""
-    inner = list(layers)[1:]
-    found = []
-    for count in range(len(inner) + 1 if layers else 0):
-        for at in combinations(inner, count):
-            edges = pairwise([layers.start, *at, layers.stop])
-            found.append([range(first, stop) for first, stop in edges])
-    return found or [[]]
+def took(costs: Costs, stage: range, phase: Phase) -> float:
+    held = [costs.layers[layer] for layer in stage]
+    backward = 0 if phase is Phase.FORWARD else sum(cost.backward_seconds for cost in held)
+    return sum(cost.forward_seconds for cost in held) + backward
 
 
-def longest(costs: Costs, partition: Partition) -> float:
-    def both(stage: range) -> float:
-        return sum(
-            costs.layers[i].forward_seconds + costs.layers[i].backward_seconds for i in stage
-        )
-
-    forward = [sum(costs.layers[i].forward_seconds for i in stage) for stage in partition.forward]
-    return max([*forward, *map(both, (partition.fused, *partition.backward))])
-
-
-def every_partition(costs: Costs) -> list[Partition]:
-    lowest = costs.first_trainable
-    found = []
-    for start in range(costs.num_layers):
-        down = range(start) if lowest is None else range(min(lowest, start), start)
-        for forward in cuts(range(start)):
-            for backward in cuts(down) if lowest is not None else [[]]:
-                found.append(
-                    Partition(
-                        tuple(forward), range(start, costs.num_layers), tuple(reversed(backward))
-                    )
-                )
-    return found
+def longest(costs: Costs, partition: Partition, *, least: int = 0) -> float:
+    """Seconds of the longest stage; a fused stage of at most ``least`` layers does not count."""
+    is_counted = len(partition.fused) > least
+    fused = took(costs, partition.fused, Phase.FUSED) if is_counted else 0.0
+    forward = [took(costs, stage, Phase.FORWARD) for stage in partition.forward]
+    backward = [took(costs, stage, Phase.BACKWARD) for stage in partition.backward]
+    return max([fused, *forward, *backward])
 
 
 seconds = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
-
-
-@settings(max_examples=60)
-@given(seconds, st.integers(0, 5))
-def test_the_front_equals_brute_force(layers, trained_from: int) -> None:
-    costs = chain(layers, trained_from=min(trained_from, len(layers) - 1))
-    best: dict[int, float] = {}
-    for partition in every_partition(costs):
-        count = partition.num_stages
-        best[count] = min(best.get(count, 1e9), longest(costs, partition))
-    found = front(costs)
-    assert {p.num_stages: longest(costs, p) for p in found} == {
-        p.num_stages: best[p.num_stages] for p in found
-    }
-    assert [p.num_stages for p in found] == sorted({p.num_stages for p in found})
 
 
 @settings(max_examples=60)
@@ -142,8 +120,95 @@ def test_forward_stages_fill_up_to_the_limit() -> None:
     )
 
 
-def test_a_front_of_many_different_layers_stays_quick_and_sorted() -> None:
-    costs = chain([(100 + 7 * i % 13, 200 + 11 * i % 17) for i in range(60)])
-    counts = [partition.num_stages for partition in front(costs)]
-    assert counts == sorted(set(counts))
-    assert counts[0] == 1
+def test_even_stages_are_as_even_as_whole_layers_allow() -> None:
+    costs = chain([(1, 2)] * 29)
+    partition = next(p for p in front(costs, fuse=1, most_fused=1) if p.num_stages == 15)
+    assert [len(stage) for stage in partition.forward] == [7, 7, 7, 7]
+    assert [len(stage) for stage in partition.backward] == [3, 3, 3, 3, 3, 3, 3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_layers", "forward", "backward"),
+    [
+        ("qwen3-1.7b", 28, [7] * 4, [3] * 8 + [2] * 2),
+        ("llama3.1-8b", 32, [5] * 4 + [6] * 2, [2] * 16),
+        ("gpt-oss-20b", 24, [4] + [5] * 4, [1] * 24),
+        ("qwen3-32b", 64, [2] * 2 + [3] * 20, [1] * 64),
+        ("qwen3-235b-a22b", 94, [2] * 47, [1] * 94),
+    ],
+)
+def test_published_partitions_are_on_the_front(model, num_layers, forward, backward) -> None:
+    times = json.loads(PUBLISHED.read_text())["layer_times_ms_one_4090"][model]
+    block, head = (
+        (times["forward"], times["backward"]),
+        (times["head_forward"], times["head_backward"]),
+    )
+    costs = chain([block] * num_layers + [head])
+    num_stages = len(forward) + 1 + len(backward)
+    partition = next(each for each in front(costs) if each.num_stages == num_stages)
+    assert partition.fused == range(num_layers, num_layers + 1)
+    assert sorted(len(stage) for stage in partition.forward) == sorted(forward)
+    assert [len(stage) for stage in partition.backward] == backward
+
+
+def test_a_front_up_to_a_longest_stage_is_the_part_of_the_front_below_it() -> None:
+    costs = chain([(3, 5), (1, 1), (2, 7), (4, 4), (1, 3), (2, 2)])
+    whole = front(costs)
+    for limit in (9, 10, 13, 20, 100, inf):
+        within = [p for p in whole if longest(costs, p) <= limit]
+        assert front(costs, longest=limit) == within
+    assert front(costs, longest=2) == whole[-1:]  # none is so short: the nearest
+
+
+def test_a_limit_that_was_added_up_in_floats_means_its_sum() -> None:
+    costs = chain([(0.1, 0.2)] * 4)
+    assert 3 * (Fraction(0.1) + Fraction(0.2)) > Fraction(0.9)
+    assert partition_for(costs, 0.9).fused == range(1, 4)
+
+
+def test_no_limit_gives_one_stage() -> None:
+    costs = chain([(0.1, 0.2)] * 4)
+    assert partition_for(costs, inf).num_stages == 1
+    assert forward_stages(costs, inf) == (range(4),)
+
+
+def test_a_long_top_layer_does_not_hold_up_the_others_when_set_apart() -> None:
+    costs = chain([(1, 2)] * 6 + [(10, 20)])
+    assert [longest(costs, p) for p in front(costs)][:3] == [48, 30, 30]
+    apart = front(costs, most_fused=1)
+    assert min(longest(costs, p, least=1) for p in apart) == 3
+    assert {p.fused for p in apart} == {range(6, 7)}
+
+
+def test_a_fused_stage_set_apart_takes_as_many_layers_as_fit_beside_the_others() -> None:
+    costs = chain([(1, 2)] * 6, weight=100, activation=50)
+    slot, other = 101, 101
+    limit = other + 3 * slot + 3 * 50
+    for most, fused in ((1, 1), (3, 3), (6, 3)):
+        for partition in front(costs, memory_limit=limit, most_fused=most):
+            assert len(partition.fused) == fused
+    assert len(front(costs, fuse=2, most_fused=1)[0].fused) == 2
+    with pytest.raises(PlanError, match="does not fit beside the fused layers"):
+        front(costs, memory_limit=limit, fuse=4, most_fused=6)
+
+
+def test_forward_stages_fit_into_the_memory_limit() -> None:
+    costs = chain([(1, 2)] * 6, weight=100)
+    assert [len(stage) for stage in forward_stages(costs, inf, memory_limit=400)] == [2, 2, 2]
+    with pytest.raises(PlanError, match="layer 0 does not fit on the device: 200 bytes of 199"):
+        forward_stages(costs, inf, memory_limit=199)
+
+
+def test_choices_of_fused_layers_end_with_the_most_that_fit() -> None:
+    costs = chain([(1, 2)] * 24, weight=100, activation=50)
+    assert fused_choices(costs) == [1, 6, 12, 18, 24]
+    most = fused_choices(costs, 101 + 10 * 151)
+    assert most == [1, 3, 5, 8, 10]
+    assert fused_choices(costs, 101 + 10 * 151, between=0) == [1, 10]
+    with pytest.raises(PlanError, match="layer 0 does not fit"):
+        fused_choices(costs, 100)
+
+
+def test_no_layer_is_fused_for_a_recompute_it_never_had() -> None:
+    assert fused_choices(chain([(1, 2)] * 8, trained_from=6)) == [1, 2]
+    assert fused_choices(chain([(1, 2)] * 8, trained_from=8)) == [1]

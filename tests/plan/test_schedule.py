@@ -2,6 +2,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from roundpipe.plan.actions import Action
 from roundpipe.plan.schedule import Phase, Visit
 
@@ -41,9 +43,10 @@ def test_the_deal_goes_on_behind_the_last_visit(small_chain) -> None:
     assert small_chain(devices=2)[-1].next_start_device == 0
 
 
-def test_the_design_page_shows_what_its_code_prints(capsys) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "design" / "schedule.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["schedule.md", "schedules.md"])
+def test_a_design_page_shows_what_its_code_prints(capsys, name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design" / name).read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "schedule.md", "exec"), {})
+    exec(compile(code, name, "exec"), {})
     assert capsys.readouterr().out == shown

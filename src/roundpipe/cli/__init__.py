@@ -78,6 +78,36 @@ def schema() -> None:
     _guarded(_print_schema)
 
 
+@app.command(
+    help="Turn the recorded timeline of a run into a trace for Perfetto (RUN_DIR/trace.json where "
+    "nothing else is said), or into a page."
+)
+def trace(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run.")],
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the trace here.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page here.")] = None,
+) -> None:
+    """Turn the recorded timeline of a run into a trace or a page."""
+    _guarded(lambda: _trace(run_dir, output, html))
+
+
+@app.command(
+    context_settings=_RAW,
+    options_metavar="[devices=auto] [--output FILE] [--save] [--json]",
+    help="Measure this machine: devices, links, host memory, optimizer. Says what is slow and what "
+    "it costs, and writes a machine file: to FILE, or with --save where later plans find it.",
+    epilog="roundpipe doctor devices=cpu*2 --output machine.yaml",
+)
+def doctor(context: typer.Context) -> None:
+    """Measure this machine."""
+    _guarded(lambda: _doctor(context.args))
+
+
+app.command("env", context_settings=_RAW, hidden=True, help="The same as doctor.")(doctor)
+
+
 def _train(arguments: list[str]) -> int:
     _refuse_launchers()
     if not arguments:
@@ -89,6 +119,18 @@ def _train(arguments: list[str]) -> int:
 
     loop.train(config, notes, environment=os.environ)
     return 0
+
+
+def _trace(run_dir: str, output: str | None, html: str | None) -> int:
+    from roundpipe.cli.trace import trace as write_trace  # noqa: PLC0415, pydantic
+
+    return write_trace(run_dir, output=output, html=html)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from roundpipe.cli.doctor import run  # noqa: PLC0415, torch
+
+    return run(arguments, environment=os.environ)
 
 
 def _print_schema() -> int:

@@ -37,7 +37,7 @@ class Event(Protocol):
 
 
 class Timing(Protocol):
-    """When one launched work ran, in seconds of ``time.perf_counter``; read after it completed."""
+    """When one launched work ran, in seconds of ``time.perf_counter``; NaN until it completed."""
 
     @property
     def start_seconds(self) -> float:

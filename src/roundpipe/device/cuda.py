@@ -22,6 +22,7 @@ stream whose work made it, and three rules follow.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import warnings
@@ -85,6 +86,27 @@ def _place_on_the_bus(index: int) -> tuple[int, ...]:
     return (*(int(getattr(properties, name, 0)) for name in names), index)
 
 
+@dataclass(frozen=True)
+class CardFacts:
+    """What torch says of one card. ``bus`` is its place on the PCI bus, or "" where unknown."""
+
+    name: str  # as its driver calls it
+    total_bytes: int
+    free_bytes: int  # now, after this process's context
+    bus: str
+    multiprocessors: int
+
+
+def card_facts(device: torch.device) -> CardFacts:
+    """Ask the card's driver; makes a context on the card if there is none."""
+    free, total = torch.cuda.mem_get_info(device)
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, place, _ = _place_on_the_bus(device.index or 0)
+    known = hasattr(properties, "pci_bus_id")
+    where = f"{domain:04x}:{bus:02x}:{place:02x}.0" if known else ""
+    return CardFacts(properties.name, total, free, where, properties.multi_processor_count)
+
+
 class CudaEvent:
     """A CUDA event; ``event`` has been recorded."""
 
@@ -116,7 +138,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class CudaTiming:
-    """When one work ran on the card, on the host's clock; read after it completed."""
+    """When one work ran on the card, on the host's clock; NaN until it has completed."""
 
     origin: _Origin
     start: torch.cuda.Event
@@ -125,12 +147,13 @@ class CudaTiming:
     @property
     def start_seconds(self) -> float:
         """See Timing."""
-        return self.origin.seconds_of(self.start)
+        return self.origin.seconds_of(self.start) if self.end.query() else math.nan
 
     @property
     def end_seconds(self) -> float:
         """See Timing."""
-        return self.start_seconds + float(self.start.elapsed_time(self.end)) / 1e3
+        start = self.start_seconds
+        return start if math.isnan(start) else start + self.start.elapsed_time(self.end) / 1e3
 
 
 class CudaDevice:

@@ -55,10 +55,11 @@ class Accounts:
         with self._lock:
             self.allocated_bytes -= num_bytes
 
-    def enter(self, buffer: Tensor) -> None:
-        """Remember a buffer whose bytes are reserved."""
+    def enter(self, buffer: Tensor, num_bytes: int | None = None) -> None:
+        """Remember a buffer whose bytes are reserved; ``num_bytes`` if not its own size."""
+        size = buffer.numel() if num_bytes is None else num_bytes
         with self._lock:
-            self._sizes[buffer.untyped_storage().data_ptr()] = buffer.numel()
+            self._sizes[buffer.untyped_storage().data_ptr()] = size
 
     def leave(self, buffer: Tensor) -> None:
         """Forget a buffer; raises ValueError if it is not one of ours."""
@@ -76,20 +77,24 @@ class HostMemory:
         self.accounts = accounts
         self._poison = poison
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """An aligned uint8 tensor; each page is written once, so no step pays for that."""
+    def allocate(self, num_bytes: int, *, counts_as: int | None = None) -> Tensor:
+        """An aligned uint8 tensor; each page is written once, so no step pays for that.
+
+        ``counts_as``: what it takes of the account, if not its own size.
+        """
         if num_bytes < 0:
             raise ValueError(f"a buffer cannot have a negative size: {num_bytes}")
-        self.accounts.reserve(num_bytes)
+        counted = num_bytes if counts_as is None else counts_as
+        self.accounts.reserve(counted)
         try:
             whole = torch.empty(num_bytes + ALIGNMENT - 1, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # what the CPU allocator raises; CUDA's is its subclass
-            self.accounts.unreserve(num_bytes)
+            self.accounts.unreserve(counted)
             raise torch.OutOfMemoryError(f"out of host memory: {num_bytes:,} bytes") from error
         skip = -whole.data_ptr() % ALIGNMENT
         buffer = whole[skip : skip + num_bytes]
         buffer.fill_(_POISON if self._poison else 0)
-        self.accounts.enter(buffer)
+        self.accounts.enter(buffer, counted)
         return buffer
 
     def free(self, buffer: Tensor) -> None:

@@ -6,6 +6,8 @@
     cuda:0         the card that the system's tool calls 0;  cuda:0*2: two workers on it
     cpu, cpu*3     CPU devices, which share the intra-op threads evenly
     [cuda:0, 2]    a list of these; a number in a list is a card's
+    emulated:8x4090,512GB            a machine one does not have, see plan/machine_text
+    emulated:8x4090,time_scale=0.1   ten times as fast as it would be
 
 A machine that has a card which torch cannot use is an error that names the cause: a run on the CPU
 beside a card must be asked for.
@@ -23,7 +25,9 @@ import torch
 from roundpipe.device.cards import Card, find_cards
 from roundpipe.device.cpu import CpuDevice
 from roundpipe.device.cuda import CudaDevice, CudaState, cause_of_none, cuda_state
+from roundpipe.device.emulated import emulate
 from roundpipe.errors import DeviceError
+from roundpipe.plan.machine_text import parse_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +42,8 @@ _HIDING = {
     "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
     "AMD": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
+_EMULATED = "emulated:"
+_TIME_SCALE = re.compile(r"time_scale\s*=\s*(.*)")
 _ORDERING = ("CUDA_DEVICE_ORDER", *_HIDING["AMD"])
 
 
@@ -99,8 +105,11 @@ def resolve_devices(
     ``torch.device`` and ready devices may stand in a list too; a ``torch.device``'s index is
     torch's own. ``threads`` is the intra-op threads of each CPU device, by default an even share of
     the calling thread's. ``environment`` is the process's, for its ``CUDA_VISIBLE_DEVICES`` and
-    kin. Raises DeviceError with the cause and the way out.
+    kin. Raises DeviceError with the cause and the way out, ConfigError for a machine that it does
+    not understand.
     """
+    if isinstance(spec, str) and spec.strip().startswith(_EMULATED):
+        return _emulated(spec.strip().removeprefix(_EMULATED))
     around = surroundings or Surroundings(environment)
     wanted = _named(_expand(spec, around))
     num_cpus = sum(isinstance(one, _Wanted) and one.index is None for one in wanted)
@@ -112,6 +121,20 @@ def _make(wanted: _Wanted, threads: int) -> Device:
     if wanted.index is None:
         return CpuDevice(wanted.name, threads=threads)
     return CudaDevice(wanted.index, wanted.name)
+
+
+def _emulated(text: str) -> list[Device]:
+    """The devices of the machine that ``text`` describes, with how fast its time goes."""
+    terms, scale = [], 1.0
+    for term in text.split(","):
+        match = _TIME_SCALE.fullmatch(term.strip())
+        if match is None:
+            terms.append(term)
+            continue
+        if not re.fullmatch(r"\d+\.?\d*|\.\d+", match.group(1).strip()):
+            raise DeviceError(f"not a number: {term.strip()}\nhint: time_scale=0.1")
+        scale = float(match.group(1))
+    return list(emulate(parse_machine(",".join(terms)), time_scale=scale))
 
 
 def _expand(spec: DeviceSpec, around: Surroundings) -> list[_Wanted | Device]:
@@ -229,7 +252,8 @@ def _platform(card: Card) -> str:
 
 def _not_understood(item: object) -> DeviceError:
     return DeviceError(
-        f"not a device: {item!r}\nhint: auto, a number of cards, cuda:0, cpu, cpu*3, or a list"
+        f"not a device: {item!r}\n"
+        "hint: auto, a number of cards, cuda:0, cpu, cpu*3, a list of these, or emulated:8x4090"
     )
 
 

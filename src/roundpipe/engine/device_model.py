@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from roundpipe.device.emulated import EmulatedDevice
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -33,14 +35,24 @@ class Arena:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._counted = 0
         self.buffer: Tensor | None = None
 
-    def fit(self, num_bytes: int) -> bool:
-        """Have at least ``num_bytes``; return whether it moved. Nothing may be in flight."""
-        if self.buffer is not None and self.buffer.numel() >= num_bytes:
+    def fit(self, num_bytes: int, *, counts_as: int | None = None) -> bool:
+        """Have at least ``num_bytes``; return whether it moved. Nothing may be in flight.
+
+        ``counts_as``: what they stand for on an emulated device.
+        """
+        counted = num_bytes if counts_as is None else counts_as
+        has_room = self.buffer is not None and self.buffer.numel() >= num_bytes
+        if has_room and self._counted >= counted:
             return False
         self.release()
-        self.buffer = self._device.allocate(num_bytes)
+        if isinstance(self._device, EmulatedDevice):
+            self.buffer = self._device.allocate(num_bytes, counts_as=counted)
+        else:
+            self.buffer = self._device.allocate(num_bytes)
+        self._counted = counted
         return True
 
     def place(self, num_bytes: int, turn: int) -> int:
@@ -73,6 +85,19 @@ def pair_bytes(program: Program, sizes: Mapping[int, int]) -> int:
                 most = max(most, before.get(device, 0) + sizes[visit.number])
                 before[device] = sizes[visit.number]
     return most
+
+
+def _declared_bytes(program: Program) -> tuple[int | None, int | None]:
+    """What `pair_bytes` gives for weights and for sums by the costs that a program declares."""
+    if program.costs is None:
+        return None, None
+    weights, sums = {}, {}
+    for visit in program.schedule.visits:
+        costs = program.costs.layers[visit.layers.start : visit.layers.stop]
+        weights[visit.number] = sum(cost.weight_bytes for cost in costs)
+        if program.schedule.trains(visit):
+            sums[visit.number] = sum(cost.gradient_bytes for cost in costs)
+    return pair_bytes(program, weights), pair_bytes(program, sums)
 
 
 class DeviceModel:
@@ -134,9 +159,10 @@ class DeviceModel:
             for visit in visits
             if program.schedule.trains(visit)
         }
-        if self.weights.fit(pair_bytes(program, weights)):
+        stands_for = _declared_bytes(program)
+        if self.weights.fit(pair_bytes(program, weights), counts_as=stands_for[0]):
             self._views.clear()
-        if self.sums.fit(pair_bytes(program, sums)):
+        if self.sums.fit(pair_bytes(program, sums), counts_as=stands_for[1]):
             self._sum_views.clear()
         for visit in program.schedule.visits_on(self.index):
             for layer in visit.layers:
@@ -155,6 +181,8 @@ class DeviceModel:
             self._collecting,
         ):
             held.clear()
+        if isinstance(self.device, EmulatedDevice):
+            self.device.forget_loads()
 
     def forget_shells(self) -> None:
         """Make shells anew at their next use: what is trained has changed."""

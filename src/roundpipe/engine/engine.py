@@ -24,7 +24,7 @@ from roundpipe.engine.compute import Compute
 from roundpipe.engine.device_model import DeviceModel
 from roundpipe.engine.handover import Handover
 from roundpipe.engine.pool import RESULTS
-from roundpipe.engine.program import HOST, Item, Program, is_timed
+from roundpipe.engine.program import HOST, Item, Program
 from roundpipe.engine.random import LayerRandom
 from roundpipe.engine.run import Call, Run
 from roundpipe.engine.transfer import TRANSFERS, download_gradients
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roundpipe.device.api import Event
+    from roundpipe.device.emulated_links import Load
     from roundpipe.engine.pool import DevicePool
     from roundpipe.models.spec import ModelSpec
     from roundpipe.plan.schedule import Visit
@@ -231,12 +232,12 @@ class Engine:
                     functools.partial(self._execute, run, worker, item.action),
                     reads=prints.reads,
                     writes=prints.writes,
-                    timed=is_timed(item.action),
+                    timed=True,
                     label=item.action,
                     on_error=functools.partial(self._on_error, run, item.action),
                 )
                 if timing is not None:
-                    run.timings.add(f"{worker}.{item.stream}", item.action, timing)
+                    run.timings.add(worker, item, timing)
                 run.publish(item.action, device.record(item.stream))
         except BaseException as error:  # a bug of ours, or a run that was given up
             if run.failure is None:
@@ -253,8 +254,8 @@ class Engine:
     def _on_error(self, run: Run, action: Action, error: BaseException) -> None:
         self.fail(run, error, action)
 
-    def _execute(self, run: Run, worker: int, action: Action) -> None:
-        """What a stream runs for an action."""
+    def _execute(self, run: Run, worker: int, action: Action) -> Load | None:
+        """What a stream runs for an action; what that takes where devices are emulated."""
         if run.failure is None:
             if action.op in COMPUTE:
                 run.call.caller.run(functools.partial(self._computes[worker].run, run, action))
@@ -267,6 +268,7 @@ class Engine:
             else:
                 self._execute_host(run, action)
         self.pool.num_finished += 1
+        return run.load(action) if self.pool.is_emulated else None
 
     def _execute_host(self, run: Run, action: Action) -> None:
         layer = self.layers[action.index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from roundpipe.plan.actions import Op
+from roundpipe.plan.actions import COMPUTE, Op
 from roundpipe.plan.costs import Costs, LayerCost
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def measured(costs: Costs, run: Run) -> Costs:
     }
     backward: dict[int, list[float]] = {}
     for span in run.timings.spans():
+        if span.action.op not in COMPUTE:
+            continue
         visit = run.program.schedule.visits[span.action.index]
         total = sum(forward[layer] for layer in visit.layers)
         seconds = span.end - span.start

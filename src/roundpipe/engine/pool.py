@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.device.cpu import CpuDevice
+from roundpipe.device.emulated import EmulatedDevice
 from roundpipe.device.fake import FakeDevice
 from roundpipe.device.resolve import resolve_devices
 from roundpipe.engine.program import HOST
@@ -57,6 +58,11 @@ class DevicePool:
         """Whether ``close`` has run."""
         return not self._finalizer.alive
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its devices are those of an emulated machine."""
+        return isinstance(self.host, EmulatedDevice)
+
     def worker(self, name: int) -> Worker:
         """The thread that issues for a device, ``HOST`` or ``RESULTS``."""
         return self._workers[name]
@@ -77,6 +83,9 @@ def _host_for(devices: Sequence[Device]) -> Device:
         return FakeDevice(
             "host", ledger=first.ledger, fail=first.fail, watch_storage=first.watch_storage
         )
+    emulated = next((one for one in devices if isinstance(one, EmulatedDevice)), None)
+    if emulated is not None:
+        return emulated.host()
     # Beside devices that compute on the same cores one thread is enough, and many would fight them.
     on_cpu = any(device.torch_device.type == "cpu" for device in devices)
     return CpuDevice("host", threads=1 if on_cpu else None)

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from roundpipe.plan.actions import COMPUTE, Action, Op
+from roundpipe.engine.loads import Loads
+from roundpipe.plan.actions import Action, Op
 from roundpipe.plan.schedule import Phase
 
 if TYPE_CHECKING:
+    from roundpipe.plan.costs import Costs
     from roundpipe.plan.schedule import Schedule, Visit
 
 HOST = -1  # the worker and device that run what happens on the host
@@ -35,9 +37,20 @@ class Item:
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule with the lists that its workers go through."""
+    """A schedule with the lists that its workers go through.
+
+    ``costs`` and ``speeds`` (of each device, relative to the costs') say what its actions take
+    where devices are emulated; without costs they take nothing there.
+    """
 
     schedule: Schedule
+    costs: Costs | None = None
+    speeds: tuple[float, ...] = ()
+
+    @cached_property
+    def loads(self) -> Loads | None:
+        """What each action takes on an emulated machine."""
+        return None if self.costs is None else Loads(self, self.costs, self.speeds)
 
     @cached_property
     def during_call(self) -> dict[int, list[Item]]:
@@ -127,8 +140,3 @@ class Program:
             for old, new in zip(visits, visits[2:], strict=False):
                 found[new.first] = old.last
         return found
-
-
-def is_timed(action: Action) -> bool:
-    """Whether the timeline shows the action: compute only, the rest costs more than it tells."""
-    return action.op in COMPUTE

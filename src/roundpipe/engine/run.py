@@ -6,14 +6,16 @@ failure and wakes everyone who waits.
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.engine.handover import Handover
+from roundpipe.engine.program import HOST
 from roundpipe.errors import StepError
 from roundpipe.plan.actions import OF_LAYERS, Op
-from roundpipe.plan.timeline import Span
+from roundpipe.plan.timeline import Span, StepSpans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,13 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roundpipe.device.api import Event, Timing
+    from roundpipe.device.emulated_links import Load
     from roundpipe.engine.caller import CallerState
     from roundpipe.engine.microbatch import Microbatch
-    from roundpipe.engine.program import Program
+    from roundpipe.engine.program import Item, Program
     from roundpipe.engine.updates import Update
     from roundpipe.models.spec import ModelSpec
     from roundpipe.plan.actions import Action
     from roundpipe.plan.footprint import Footprints
+    from roundpipe.plan.schedule import Visit
 
 _WORDS = {
     Op.UPLOAD: "upload of weights",
@@ -86,22 +90,30 @@ class Boundaries:
 
 
 class Timings:
-    """When a run's compute actions ran; all that is kept of a run for the timeline."""
+    """When a run's actions ran; all that is kept of a run for the timeline."""
 
-    def __init__(self) -> None:
-        self._timings: list[tuple[str, Action, Timing]] = []
+    def __init__(self, step: int, visits: tuple[Visit, ...]) -> None:
+        self._step, self._visits = step, visits
+        self._kept: list[Span | tuple[int, Item, Timing]] = []
 
-    def add(self, stream: str, action: Action, timing: Timing) -> None:
-        """Keep when an action runs; read by ``spans`` once it has."""
-        self._timings.append((stream, action, timing))
+    def add(self, worker: int, item: Item, timing: Timing) -> None:
+        """Keep when an action runs; called by the worker that issues it."""
+        self._kept.append((worker, item, timing))
 
     def spans(self) -> list[Span]:
-        """What ran when, as far as it is over."""
-        return [
-            Span(stream, action, timing.start_seconds, timing.end_seconds)
-            for stream, action, timing in self._timings
-            if timing.end_seconds == timing.end_seconds
-        ]
+        """What ran when, as far as it is over; what is over is worked out once."""
+        for place, kept in enumerate(self._kept):  # workers may append meanwhile
+            if not isinstance(kept, Span):
+                worker, item, timing = kept
+                start, end = timing.start_seconds, timing.end_seconds
+                if not (math.isnan(start) or math.isnan(end)):
+                    stream = item.stream if worker == HOST else f"{worker}.{item.stream}"
+                    self._kept[place] = Span(stream, item.action, start, end)
+        return [kept for kept in self._kept if isinstance(kept, Span)]
+
+    def as_step(self) -> StepSpans:
+        """The same with what the actions' numbers mean."""
+        return StepSpans(self._step, self._visits, tuple(self.spans()))
 
 
 class Run:
@@ -125,7 +137,7 @@ class Run:
         self.update: Update | None = None  # set when the optimizer steps
         self.failure: BaseException | None = None
         self.failed_at: Action | None = None
-        self.timings = Timings()
+        self.timings = Timings(call.step, program.schedule.visits)
         self.layer_seconds: dict[int, list[float]] = {}  # each forward of one microbatch
 
     def publish(self, action: Action, event: Event) -> None:
@@ -143,6 +155,13 @@ class Run:
             return None
         handover = self._before.get(action.of_this_step())
         return None if handover is None else handover.receive()
+
+    def load(self, action: Action) -> Load | None:
+        """What an action takes where devices are emulated; nothing once the run was given up."""
+        loads = self.program.loads
+        if loads is None or self.failure is not None:
+            return None
+        return loads.of(action, by_layer=self.call.recompute_by_layer)
 
     def event(self, action: Action) -> Event:
         """The event of an action that this host thread has issued itself."""

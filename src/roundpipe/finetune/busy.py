@@ -17,7 +17,7 @@ _SHORTEST_WINDOW = 0.5  # seconds; a shorter one says little, and asking costs
 class BusyMeter:
     """Tells the busy share since it was last asked, averaged over ``num_devices`` devices.
 
-    ``spans`` gives what ran on compute streams, in seconds of ``time.perf_counter``.
+    ``spans`` gives what ran when, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, spans: Callable[[], Iterable[Span]], num_devices: int) -> None:
@@ -33,6 +33,7 @@ class BusyMeter:
             worked = math.fsum(
                 max(0.0, min(span.end, now) - max(span.start, self._since))
                 for span in self._spans()
+                if span.stream.endswith(".compute")
             )
             self._share = min(1.0, worked / ((now - self._since) * self._num_devices))
             self._since = now

@@ -56,6 +56,7 @@ _RESULTS = (
     STATE_FILE,
     LOG_FILE,
     "training_loss.png",
+    "timeline.json",
     "run.log",
     "interrupted",
 )
@@ -83,7 +84,7 @@ class RunFolder:
 
     def start(self, config: TrainConfig, *, replace: bool) -> None:
         """Write ``config.yaml`` and begin an empty log; with ``replace`` drop an earlier result."""
-        names = _RESULTS if replace else (LOG_FILE, "run.log")
+        names = _RESULTS if replace else (LOG_FILE, "run.log", "timeline.json")
         for path in [path for name in names for path in self.path.glob(name)]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         kept = config.model_copy(update={"overwrite_output_dir": False})  # asked for once

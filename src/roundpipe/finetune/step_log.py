@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
+from roundpipe.device.host_memory import host_memory, used_bytes
 from roundpipe.errors import RoundPipeError
-from roundpipe.finetune.host_memory import usable_bytes, used_bytes
 from roundpipe.finetune.progress import StepFigures
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class StepLog:
         self._pending: tuple[StepRecord, PendingStep] | None = None
         self._last_norm: float | None = None
         self._skipped_in_a_row = 0
-        self._usable_memory = usable_bytes()
+        memory = host_memory()
+        self._usable_memory = None if memory is None else memory.usable_bytes
 
     def show_on(self, progress: Progress) -> None:
         """Show every further step on ``progress`` too."""

@@ -20,6 +20,7 @@ from roundpipe.finetune.busy import BusyMeter
 from roundpipe.finetune.collate import collate
 from roundpipe.finetune.evaluate import evaluation_loss
 from roundpipe.finetune.length import RunLength, sample_order
+from roundpipe.finetune.recorder import TimelineRecorder
 from roundpipe.finetune.result import save_early, save_run, show_usage
 from roundpipe.finetune.run_folder import RunState
 from roundpipe.finetune.sample import answer_prompts
@@ -51,28 +52,33 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal) -> list[dict[str,
     ) as trainer:
         folder.start(config, replace=folder.state is RunState.NEW)
         log = StepLog(folder, total_steps=length.total_steps, logging_steps=config.logging_steps)
+        recorder = TimelineRecorder(trainer, job.devices, title=job.header())
         with (
             terminal.logging_to(folder.path / "run.log"),
-            _kept_when_ended_early(job, trainer, folder, log, terminal),
+            _kept_when_ended_early(job, trainer, folder, recorder, log, terminal),
         ):
             with terminal.progress(length.total_steps) as progress:
                 log.show_on(progress)
-                _run_steps(job, trainer, length, log)
+                _run_steps(job, trainer, length, recorder, log)
             weights = trainer.state_dict()
+            recorder.take()
             terminal.answers(config.sample_prompts, before, _answers(job, weights, terminal))
             with terminal.waiting("saving"):
+                recorder.write(folder)
                 save_run(job, weights, folder, length.state(log.history))
             show_usage(job, terminal)
     return log.history
 
 
-def _run_steps(job: Job, trainer: RoundPipe, length: RunLength, log: StepLog) -> None:
+def _run_steps(
+    job: Job, trainer: RoundPipe, length: RunLength, recorder: TimelineRecorder, log: StepLog
+) -> None:
     """Run every optimizer step, with the evaluations that are due in between."""
     config = job.config
     optimizer = _make_optimizer(config, trainer)
     scheduler = _make_scheduler(config, optimizer, length)
     trainer.train()
-    busy = BusyMeter(lambda: trainer.timeline, len(job.devices))
+    busy = BusyMeter(lambda: trainer.timeline.spans, len(job.devices))
     started = time.perf_counter()
     for step, indices in enumerate(sample_order(config, length), start=1):
         batch = collate([job.dataset.samples[i] for i in indices], job.pad_token_id)
@@ -95,6 +101,7 @@ def _run_steps(job: Job, trainer: RoundPipe, length: RunLength, log: StepLog) ->
         )
         started = time.perf_counter()
         log.add(record, result)
+        recorder.sample()
         if length.is_evaluation_due(config, step):
             trainer.synchronize()  # so that the rest of this step counts as training
             paused = time.perf_counter()
@@ -165,7 +172,12 @@ def _answers(job: Job, weights: Mapping[str, torch.Tensor], terminal: Terminal) 
 
 @contextlib.contextmanager
 def _kept_when_ended_early(
-    job: Job, trainer: RoundPipe, folder: RunFolder, log: StepLog, terminal: Terminal
+    job: Job,
+    trainer: RoundPipe,
+    folder: RunFolder,
+    recorder: TimelineRecorder,
+    log: StepLog,
+    terminal: Terminal,
 ) -> Iterator[None]:
     """Save the newest committed weights when Ctrl-C or a failure ends the block; raise it on."""
     try:
@@ -175,6 +187,7 @@ def _kept_when_ended_early(
         if log.last_step == 0:
             terminal.line(f"{why} before the first step was done: there is nothing to keep")
             raise
+        recorder.take()
         terminal.line(f"{why} after step {log.last_step}; saving the weights of that step …")
         try:
             kept = save_early(job, trainer.state_dict(), folder)
@@ -185,4 +198,5 @@ def _kept_when_ended_early(
                 f"saved {kept} (loads like a finished result); the log is in "
                 f"{job.config.output_dir}; the same command starts over"
             )
+        recorder.write(folder)
         raise

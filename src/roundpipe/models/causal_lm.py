@@ -66,14 +66,7 @@ def causal_lm_spec(model: nn.Module) -> CausalLMSpec:
     refuse_unsupported(model)
     recording = record(model)
     split = recording.split
-    layers: list[CausalLayer] = [
-        Prefix(split),
-        *(
-            Block(split, index, find_homes(block, split.names))
-            for index, block in enumerate(split.blocks)
-        ),
-        Suffix(split),
-    ]
+    layers = chain_of(split)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             _check_context(recording)
@@ -84,6 +77,16 @@ def causal_lm_spec(model: nn.Module) -> CausalLMSpec:
             reason = f"the chain failed on a small input: {type(error).__name__}: {error}"
             raise refuse(model, reason) from error
     return CausalLMSpec(model, layers, split, takes_num_items, _watch=TreeWatch(model))
+
+
+def chain_of(split: Split) -> list[CausalLayer]:
+    """The layers of a model that was taken apart, in order."""
+    blocks = enumerate(split.blocks)
+    return [
+        Prefix(split),
+        *(Block(split, index, find_homes(block, split.names)) for index, block in blocks),
+        Suffix(split),
+    ]
 
 
 def _check_context(recording: Recording) -> None:

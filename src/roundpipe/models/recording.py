@@ -113,19 +113,22 @@ def call_arguments(root: nn.Module, inputs: Inputs) -> dict[str, Any]:
     return kwargs
 
 
-def record(root: nn.Module) -> Recording:
-    """Run the model on a tiny input and learn its split; raises ModelError where it has none."""
+def record(root: nn.Module, device: torch.device = _CPU) -> Recording:
+    """Run the model on a tiny input and learn its split; raises ModelError where it has none.
+
+    ``device``: where its tensors are, the CPU or meta. On meta nothing has a value.
+    """
     list_name, found = find_blocks(root)
     blocks = list(found)
     names = TensorNames(root)
-    inputs = tiny_inputs(root)
+    inputs = tiny_inputs(root, device)
     checked = _blocks_to_run(blocks)
     with torch.random.fork_rng(devices=[]):
         try:
             seen, output = _run_plain(root, blocks, names, inputs, checked)
             forms = seen.forms()
             outside = find_homes(root, names, blocks)
-            before, after = _run_traced(root, blocks, forms, outside, names)
+            before, after = _run_traced(root, blocks, forms, outside, names, inputs)
         except RoundPipeError as error:
             raise refuse(root, str(error).split("\nhint")[0]) from error
         except Exception as error:
@@ -145,7 +148,7 @@ def record(root: nn.Module) -> Recording:
     return Recording(inputs, output, calls, checked, split)
 
 
-def tiny_inputs(root: Any) -> Inputs:
+def tiny_inputs(root: Any, device: torch.device = _CPU) -> Inputs:
     """Two short sequences, one of them padded, with labels."""
     config = root.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -156,7 +159,13 @@ def tiny_inputs(root: Any) -> Inputs:
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     labels = ids.masked_fill(mask == 0, -100)
-    return Inputs((), {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return Inputs((), {name: tensor.to(device) for name, tensor in named.items()})
+
+
+def _device_of(inputs: Inputs) -> torch.device:
+    ids: Tensor = (inputs.kwargs or {})["input_ids"]
+    return ids.device
 
 
 def _blocks_to_run(blocks: Sequence[nn.Module]) -> frozenset[int]:
@@ -164,11 +173,11 @@ def _blocks_to_run(blocks: Sequence[nn.Module]) -> frozenset[int]:
         return frozenset(range(len(blocks)))
     first: dict[Any, int] = {}
     for index, block in enumerate(blocks):
-        first.setdefault(_structure(block), index)
+        first.setdefault(structure_of(block), index)
     return frozenset({0, min(1, len(blocks) - 1), len(blocks) - 1, *first.values()})
 
 
-def _structure(block: nn.Module) -> tuple[Any, ...]:
+def structure_of(block: nn.Module) -> tuple[Any, ...]:
     """What makes two blocks the same kind: their module tree and their settings but the index."""
     return tuple(
         (name, type(module), *sorted(_settings(module))) for name, module in block.named_modules()
@@ -270,11 +279,11 @@ def _run_plain(
     first: dict[Any, int] = {}
     stand_ins: dict[nn.Module, nn.Module] = {}
     for index, block in enumerate(blocks):
-        kind = first.setdefault(_structure(block), index)
+        kind = first.setdefault(structure_of(block), index)
         if index not in checked:
             stand_ins[block] = StandIn(block, _passing_on(seen, kind))
     homes = find_homes(root, names, stand_ins)
-    tree = TreeCopy(root, names, _CPU, homes=homes, stand_ins=stand_ins)
+    tree = TreeCopy(root, names, _device_of(inputs), homes=homes, stand_ins=stand_ins)
     shell = TreeShell(tree, _call_tree)
     shell.bind({home.name: home.tensor for home in homes})
     shell.module.eval()
@@ -336,6 +345,7 @@ def _run_traced(
     forms: Sequence[BlockForm],
     outside: Sequence[Home],
     names: TensorNames,
+    inputs: Inputs,
 ) -> tuple[set[Home], set[Home]]:
     """Let the hidden state through the blocks; return what is read before and after them."""
     before: set[Home] = set()
@@ -358,7 +368,7 @@ def _run_traced(
     tree = TreeCopy(
         root,
         names,
-        _CPU,
+        _device_of(inputs),
         homes=(),
         idle=[(home, "zero") for home in outside],
         stand_ins=stand_ins.modules,
@@ -372,7 +382,7 @@ def _run_traced(
     watched = _Watched({id(leaf): home for leaf, home in zip(leaves, outside, strict=True)})
     watched.reading = before
     with torch.enable_grad(), watched:
-        _call_tree(tree.module, None, tiny_inputs(root), None)
+        _call_tree(tree.module, None, inputs, None)
     stand_ins.require_all_called()
     return before, after
 

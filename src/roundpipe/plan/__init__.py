@@ -1,14 +1,22 @@
 """What runs, in which order: schedules as data. Pure Python, no torch, no threads."""
 
 from roundpipe.plan.actions import Action, Op
+from roundpipe.plan.baselines import (
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    with_waiting_recompute,
+)
 from roundpipe.plan.check import check
 from roundpipe.plan.costs import Costs, LayerCost
-from roundpipe.plan.generators import Replicas, forward_only, round_robin
+from roundpipe.plan.generators import Replicas, forward_only, replicated, round_robin
 from roundpipe.plan.partition import Partition, front, partition_for
 from roundpipe.plan.passes import Options, lower, lower_chain
 from roundpipe.plan.render import render, render_svg
 from roundpipe.plan.schedule import Phase, Schedule, Visit
 from roundpipe.plan.timeline import Span, busy_share
+from roundpipe.plan.uneven import UnevenDevices, partition_for_speeds, tapered, uneven_front
 
 __all__ = [
     "Action",
@@ -21,15 +29,25 @@ __all__ = [
     "Replicas",
     "Schedule",
     "Span",
+    "UnevenDevices",
     "Visit",
     "busy_share",
     "check",
     "forward_only",
     "front",
+    "gpipe",
+    "interleaved",
+    "looped_bfs",
     "lower",
     "lower_chain",
+    "one_f_one_b",
     "partition_for",
+    "partition_for_speeds",
     "render",
     "render_svg",
+    "replicated",
     "round_robin",
+    "tapered",
+    "uneven_front",
+    "with_waiting_recompute",
 ]

@@ -2,17 +2,20 @@
 
 A step is checked together with the steps before it, because it follows them without a flush. Rules
 of structure look at the schedule alone and come first; rules of order replay the chain.
+
+A schedule that is not lowered says what runs and not what moves, so it has rules of its own: it may
+interleave visits where no weights need to move.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from roundpipe.errors import PlanError
+from roundpipe.errors import DeadlockError, PlanError
 from roundpipe.plan.actions import COMPUTE, Action, Op, is_action
-from roundpipe.plan.clocks import Clocks, run_chain
+from roundpipe.plan.clocks import Clocks, order_by_start, run_chain, run_step
 from roundpipe.plan.footprint import Accesses, Footprints, Turns
 from roundpipe.plan.render import render
 from roundpipe.plan.roads import is_kept_apart, pairs
@@ -22,20 +25,21 @@ if TYPE_CHECKING:
 
     from roundpipe.plan.clocks import Clock, Node
     from roundpipe.plan.footprint import Buffer, Footprint
-    from roundpipe.plan.schedule import Schedule
+    from roundpipe.plan.schedule import Schedule, Visit
 
 _MOST_PLACES = 20  # places an error names at most
 
 
 def each_action_once(chain: Sequence[Schedule]) -> Iterator[str]:
-    """An action stands on exactly one stream, once, and in the order of issue once."""
+    """An action stands on exactly one stream, once, and in the order of issue, if any, once."""
     schedule = chain[-1]
     seen: set[Action] = set()
     for name, action in schedule.actions():
         if action in seen:
             yield f"{action} stands twice, the second time on {name}"
         seen.add(action)
-    if len(schedule.order) != len(set(schedule.order)) or set(schedule.order) != seen:
+    is_issued_once = len(schedule.order) == len(seen) and set(schedule.order) == seen
+    if schedule.is_lowered and not is_issued_once:
         yield "the order of issue is not the actions of the streams, each once"
 
 
@@ -145,6 +149,76 @@ def compute_is_grouped_by_visit(chain: Sequence[Schedule]) -> Iterator[str]:
             yield f"{name} computes visits in the order {numbers}"
 
 
+def only_stages_that_stay_interleave(chain: Sequence[Schedule]) -> Iterator[str]:
+    """A device finishes a visit before it computes the next, unless its layers run nowhere else.
+
+    Then their weights may stay on it, and its visits take turns as they like.
+    """
+    homes: dict[int, set[int]] = {}
+    for visit in chain[-1].visits:
+        for layer in visit.layers:
+            homes.setdefault(layer, set()).add(visit.device)
+    moving = {layer for layer, devices in homes.items() if len(devices) > 1}
+    for place in compute_is_grouped_by_visit(chain):
+        device = int(place.partition(".")[0])
+        layers = sorted(moving & {n for v in chain[-1].visits_on(device) for n in v.layers})
+        if layers:
+            yield f"{place}, though layers {layers} run elsewhere too"
+
+
+def nothing_waits_in_a_circle(chain: Sequence[Schedule]) -> Iterator[str]:
+    """Run in the order of streams and waits, every action comes to its turn."""
+    try:
+        _any_order(chain[-1])
+    except DeadlockError as error:
+        yield str(error)
+
+
+def compute_follows_what_it_reads(chain: Sequence[Schedule]) -> Iterator[str]:
+    """What an action computes with is made before it, and for a backward recomputed on its device.
+
+    Boundaries by a forward that saves them, gradients by the stage above or the loss.
+    """
+    schedule, clocks = chain[-1], Clocks()
+    makers = _makers(schedule)
+    for _, name, action, waits in run_step(0, replace(schedule, order=_any_order(schedule))):
+        started = clocks.add((0, action), name, waits)
+        for what in _what_it_reads(schedule.visits[action.index], action):
+            maker = makers.get(what)
+            node = (0, maker) if maker is not None else None
+            if node is None or node not in clocks.place or not clocks.covers(started, node):
+                yield f"{action} on {name} reads {what} without waiting for {maker or 'a maker'}"
+
+
+def _any_order(schedule: Schedule) -> tuple[Action, ...]:
+    return order_by_start(schedule.streams, schedule.waits, lambda _: 1.0)
+
+
+def _makers(schedule: Schedule) -> dict[Buffer, Action]:
+    """What makes each boundary, gradient of a boundary and recomputed visit, by microbatch."""
+    makers: dict[Buffer, Action] = {}
+    top = max((visit.layers.stop for visit in schedule.visits), default=0)
+    for visit in schedule.visits:
+        for microbatch in visit.microbatches:
+            first, last = visit.compute(microbatch)[0], visit.compute(microbatch)[-1]
+            made = [("boundary", to, microbatch) for to in visit.saves]
+            if visit.has_backward:
+                made = [("boundary_gradient", visit.layers.start, microbatch)]
+            elif visit.layers.stop == top:
+                made.append(("boundary_gradient", top, microbatch))  # it makes the loss
+            makers.update(dict.fromkeys(made, last))
+            makers["recomputed", visit.number, microbatch] = first
+    return makers
+
+
+def _what_it_reads(visit: Visit, action: Action) -> Iterator[Buffer]:
+    if action.op is Op.BACKWARD:
+        yield "boundary_gradient", visit.layers.stop, action.microbatch
+        yield "recomputed", visit.number, action.microbatch
+    elif visit.layers.start > 0:
+        yield "boundary", visit.layers.start, action.microbatch
+
+
 @dataclass
 class Replay:
     """The chain run once: for each action what was surely over when it started."""
@@ -250,6 +324,14 @@ STRUCTURE = (
     gradients_add_in_visit_order,
     compute_is_grouped_by_visit,
 )
+COMPUTATION = (
+    each_action_once,
+    waits_are_scheduled,
+    nothing_waits_in_a_circle,
+    every_microbatch_goes_through_every_layer,
+    visits_run_whole,
+    only_stages_that_stay_interleave,
+)
 ORDER = (
     results_are_awaited,
     accesses_are_ordered,
@@ -262,9 +344,15 @@ def check(chain: Sequence[Schedule]) -> None:
     """Raise PlanError naming each rule that the last schedule of ``chain`` breaks, and where.
 
     ``chain`` is the schedule preceded by up to two steps it follows; a single schedule is checked
-    as a first step. A note on the error draws the schedule around the first place.
+    as a first step. One that is not lowered is looked at alone. A note on the error draws the
+    schedule around the first place.
     """
     last = chain[-1]
+    if not last.is_lowered:
+        _require(last, (f"{r.__name__}: {place}" for r in COMPUTATION for place in r(chain)))
+        rule = compute_follows_what_it_reads
+        _require(last, (f"{rule.__name__}: {place}" for place in rule(chain)))
+        return
     _require(last, (f"{rule.__name__}: {place}" for rule in STRUCTURE for place in rule(chain)))
     replay = Replay(chain)
     _require(last, (f"{rule.__name__}: {place}" for rule in ORDER for place in rule(replay)))

@@ -51,7 +51,7 @@ def add_weights(base: Schedule, before: Schedule | None, options: Options) -> Sc
                 continue
             free = two_turns_ago(visits, at, lambda item: named(item[0].last, before=item[1]))
             gates = []
-            if at:
+            if at and options.activations:
                 earlier, of_before = visits[at - 1]
                 gates = [
                     named(Action(Op.ACTIVATION_IN, earlier.number, microbatch), before=of_before)
@@ -155,7 +155,7 @@ def _download(
         download = Action(Op.DOWNLOAD, visit.number, chunk=chunk)
         owners[download] = direct
         if chunk == 0:
-            own = draft.base.outs(visit, visit.microbatches[-1])
+            own = draft.base.outs(visit, visit.microbatches[-1]) if options.activations else ()
             after = [own[-1] if own else visit.last, *taken]
         else:
             after = [windows[chunk * len(windows) // count - 1]]

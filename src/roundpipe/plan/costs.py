@@ -27,7 +27,8 @@ class LayerCost:
     peak_bytes: int = 0  # beside them at the worst moment of forward or backward
     host_forward_seconds: float = 0.0
     host_backward_seconds: float = 0.0
-    update_bytes: int = 0  # host memory traffic of update and publish
+    update_bytes: int = 0  # host memory traffic of update and publish in one pass
+    publish_bytes: int = 0  # host memory traffic of publishing alone: master read, working written
     pinned_bytes: int = 0  # host memory for working weights and gradients, of what it owns
     pageable_bytes: int = 0  # host memory for master weights and moments, of what it owns
     borrows: tuple[int, ...] = ()  # layers that own a parameter this layer reads too

@@ -9,10 +9,11 @@ Round-robin over 2 devices, 3 stages, 3 microbatches, then the next step without
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Action, Op
+from roundpipe.plan.deal import InTurn, Stage, ToEarliest, shares
 from roundpipe.plan.schedule import Phase, Schedule, Visit, stream
 
 if TYPE_CHECKING:
@@ -22,13 +23,33 @@ if TYPE_CHECKING:
     from roundpipe.plan.partition import Partition
 
 
+DealName = Literal["cyclic", "earliest", "levelled"]
+
+
 @dataclass(frozen=True)
 class Replicas:
-    """On how many devices at once a stage of each kind runs, each on its share of microbatches."""
+    """On how many devices at once a stage of each kind runs, each on its share of microbatches.
+
+    The first ``ramp_stages`` forward stages of a step and its last so many backward stages run on
+    ``ramp`` devices instead: where devices wait for their first work, or have had their last.
+    """
 
     forward: int = 1
     fused: int = 1
     backward: int = 1
+    ramp: int = 1
+    ramp_stages: int = 0
+
+    def of(self, phase: Phase, from_end: int) -> int:
+        """For a stage that is so many stages from its end of the step."""
+        if phase is not Phase.FUSED and from_end < self.ramp_stages:
+            return self.ramp
+        kinds = {
+            Phase.FORWARD: self.forward,
+            Phase.FUSED: self.fused,
+            Phase.BACKWARD: self.backward,
+        }
+        return kinds[phase]
 
 
 def rounds_of(num_microbatches: int, rounds: int) -> list[tuple[int, ...]]:
@@ -36,17 +57,6 @@ def rounds_of(num_microbatches: int, rounds: int) -> list[tuple[int, ...]]:
     if not 1 <= rounds <= max(num_microbatches, 1):
         raise PlanError(f"rounds must be between 1 and the number of microbatches: {rounds}")
     return shares(range(num_microbatches), rounds)
-
-
-def shares(items: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Cut ``items`` into at most ``count`` even runs (the first ones longer), none empty."""
-    count = min(count, len(items))
-    out, at = [], 0
-    for share in range(count):
-        size = len(items) // count + (share < len(items) % count)
-        out.append(tuple(items[at : at + size]))
-        at += size
-    return out
 
 
 def round_robin(  # noqa: PLR0913 - each of them is a word of the subject
@@ -58,37 +68,113 @@ def round_robin(  # noqa: PLR0913 - each of them is a word of the subject
     rounds: int = 1,
     start_device: int = 0,
     replicas: Replicas = Replicas(),
+    deal: DealName = "cyclic",
+    speeds: Sequence[float] | None = None,
 ) -> Schedule:
     """Deal each stage of each round to the next device, which runs all its microbatches.
 
     With ``replicas`` a stage goes to several devices in turn, each with its share of microbatches.
+    ``deal="earliest"`` and ``"levelled"`` give it to those that will be free first (see
+    ``roundpipe.plan.deal``) and begin each step alike. ``speeds`` are the devices' relative speeds,
+    equal if not given: devices of unequal speed begin each step alike, and each round too if dealt
+    in turn.
     """
+    speeds = [1.0] * devices if speeds is None else speeds
+    visits = deal_visits(
+        partition,
+        costs,
+        devices=devices,
+        microbatches=microbatches,
+        rounds=rounds,
+        start_device=start_device,
+        replicas=replicas,
+        deal=deal,
+        speeds=speeds,
+    )
+    return computation(
+        visits,
+        devices=devices,
+        microbatches=microbatches,
+        start_device=start_device,
+        deals_on=deals_on(deal, speeds),
+    )
+
+
+def deals_on(deal: DealName, speeds: Sequence[float]) -> bool:
+    """Whether the next step begins where this one ended."""
+    return deal == "cyclic" and min(speeds) == max(speeds)
+
+
+def deal_visits(  # noqa: PLR0913 - as ``round_robin``
+    partition: Partition,
+    costs: Costs,
+    *,
+    devices: int,
+    microbatches: int,
+    rounds: int = 1,
+    start_device: int = 0,
+    replicas: Replicas = Replicas(),
+    deal: DealName = "cyclic",
+    speeds: Sequence[float] | None = None,
+) -> list[Visit]:
+    """The visits of ``round_robin`` alone, in the order of the deal."""
+    speeds = [1.0] * devices if speeds is None else speeds
+    if len(speeds) != devices:
+        raise PlanError(f"speeds must be one a device, of {devices}: {tuple(speeds)}")
+    are_alike = min(speeds) == max(speeds)
+    dealer: InTurn | ToEarliest = InTurn(devices, start_device)
+    if deal != "cyclic":
+        dealer = ToEarliest(costs, speeds, start_device, is_levelled=deal == "levelled")
     lowest = costs.first_trainable
+    stages = _stages(partition)
     visits: list[Visit] = []
-    stages: list[tuple[Phase, range, int]] = [
-        *((Phase.FORWARD, layers, replicas.forward) for layers in partition.forward),
-        (Phase.FUSED, partition.fused, replicas.fused),
-        *((Phase.BACKWARD, layers, replicas.backward) for layers in partition.backward),
-    ]
-    starts = {partition.fused.start, *(layers.start for layers in partition.backward)}
-    for group in rounds_of(microbatches, rounds):
-        for stage, (phase, layers, copies) in enumerate(stages):
-            for share in shares(group, min(copies, devices)):
+    groups = rounds_of(microbatches, rounds)
+    for at, group in enumerate(groups):
+        if isinstance(dealer, InTurn) and not are_alike:
+            dealer.next_device = start_device
+        for number, stage in enumerate(stages):
+            is_ramp = at == (0 if stage.phase is Phase.FORWARD else len(groups) - 1)
+            from_end = number if stage.phase is Phase.FORWARD else len(stages) - 1 - number
+            copies = replicas.of(stage.phase, from_end if is_ramp else len(stages))
+            for device, share in dealer.deal(stage, group, copies):
                 visits.append(
                     Visit(
                         number=len(visits),
-                        stage=stage,
-                        phase=phase,
-                        layers=layers,
-                        device=(start_device + len(visits)) % devices,
+                        stage=number,
+                        phase=stage.phase,
+                        layers=stage.layers,
+                        device=device,
                         microbatches=share,
-                        saves=_saves(phase, layers, starts),
-                        gives_gradient=lowest is not None and lowest < layers.start,
+                        saves=stage.saves,
+                        gives_gradient=lowest is not None and lowest < stage.layers.start,
                     )
                 )
-    return computation(
-        visits, devices=devices, microbatches=microbatches, start_device=start_device
+    return visits
+
+
+def replicated(
+    partition: Partition, costs: Costs, *, devices: int, microbatches: int, rounds: int = 1
+) -> Schedule:
+    """Run each stage on all devices at once, each on its share of the microbatches."""
+    return round_robin(
+        partition,
+        costs,
+        devices=devices,
+        microbatches=microbatches,
+        rounds=rounds,
+        replicas=Replicas(devices, devices, devices),
     )
+
+
+def _stages(partition: Partition) -> list[Stage]:
+    """The stages of one round in the order in which they run."""
+    starts = {partition.fused.start, *(layers.start for layers in partition.backward)}
+    phases = [
+        *((Phase.FORWARD, layers) for layers in partition.forward),
+        (Phase.FUSED, partition.fused),
+        *((Phase.BACKWARD, layers) for layers in partition.backward),
+    ]
+    return [Stage(phase, layers, saves_of(phase, layers, starts)) for phase, layers in phases]
 
 
 def forward_only(
@@ -112,7 +198,8 @@ def forward_only(
     )
 
 
-def _saves(phase: Phase, layers: range, starts: set[int]) -> tuple[int, ...]:
+def saves_of(phase: Phase, layers: range, starts: set[int]) -> tuple[int, ...]:
+    """What a visit hands out: ``starts`` are where stages begin that have a backward."""
     if phase is not Phase.FORWARD:
         return ()
     inside = {start for start in starts if layers.start < start < layers.stop}
@@ -120,9 +207,20 @@ def _saves(phase: Phase, layers: range, starts: set[int]) -> tuple[int, ...]:
 
 
 def computation(
-    visits: Sequence[Visit], *, devices: int, microbatches: int, start_device: int = 0
+    visits: Sequence[Visit],
+    *,
+    devices: int,
+    microbatches: int,
+    start_device: int = 0,
+    deals_on: bool = True,
+    splits_loss: bool = False,
 ) -> Schedule:
-    """The schedule that runs ``visits`` in order on their devices, with data dependencies only."""
+    """The schedule that runs ``visits`` in order on their devices, with data dependencies only.
+
+    ``splits_loss``: no visit is fused; the forward of the last layer makes the loss, with which its
+    backward begins.
+    """
+    top = max((visit.layers.stop for visit in visits), default=0)
     streams: dict[str, list[Action]] = {stream(device, "compute"): [] for device in range(devices)}
     waits: dict[Action, tuple[Action, ...]] = {}
     made: dict[tuple[int, int], Action] = {}  # (boundary, microbatch) -> what computed it
@@ -137,6 +235,8 @@ def computation(
                 made[boundary, microbatch] = visit.compute(microbatch)[-1]
             if visit.has_backward:
                 gradients[visit.layers.start, microbatch] = visit.compute(microbatch)[-1]
+            elif splits_loss and visit.layers.stop == top:
+                gradients[top, microbatch] = visit.compute(microbatch)[-1]
     return Schedule(
         visits=tuple(visits),
         streams={name: tuple(queue) for name, queue in streams.items()},
@@ -144,6 +244,7 @@ def computation(
         num_devices=devices,
         num_microbatches=microbatches,
         start_device=start_device,
+        deals_on=deals_on,
     )
 
 

@@ -7,8 +7,11 @@ promises.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class Card:
     memory_bytes: int
     flops: Mapping[str, float]
     bandwidth: float  # of its own memory
+    in_host: bool = False  # a CPU device: what it holds is host memory, beside the host's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class Host:
     memory_bytes: int
     bandwidth: float
     disk_bytes: int | None = None  # free; None: unknown
+    update_bandwidth: float | None = None  # what an update moves alone; None: all of ``bandwidth``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,7 @@ class Machine:
     host: Host
     link_cap: float | None = None
     text: str = field(default="", compare=False)  # as the user wrote it
+    notes: tuple[str, ...] = field(default=(), compare=False)  # what was assumed, for people
 
     @property
     def num_devices(self) -> int:

@@ -83,6 +83,7 @@ class Schedule:
     num_devices: int
     num_microbatches: int
     start_device: int = 0
+    deals_on: bool = True  # whether the next step begins where this one ended
     staleness: int = 0
     # What passes add. Keys are (visit, microbatch) or an action.
     sends: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # to the host
@@ -92,6 +93,11 @@ class Schedule:
     owners: Mapping[Action, tuple[int, ...]] = field(default_factory=dict)  # layers of U, O, M
     chunks: Mapping[tuple[Op, int], int] = field(default_factory=dict)  # of U and O, by visit
     order: tuple[Action, ...] = ()
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it says how things get to the devices, or only what they compute."""
+        return any(not name.endswith(".compute") for name in self.streams)
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """Every action with the stream it is on."""
@@ -103,10 +109,11 @@ class Schedule:
     def next_start_device(self) -> int:
         """Where the deal goes on in the next step.
 
-        If this step leaves a device without a visit, the next begins where this one did: so no
-        device's last use of a buffer ever lies two steps back, where no wait could name it.
+        Where this one did, if its devices are not alike or its stages live on them. So too if it
+        leaves a device without a visit: then no device's last use of a buffer ever lies two steps
+        back, where no wait could name it.
         """
-        if len({visit.device for visit in self.visits}) < self.num_devices:
+        if not self.deals_on or len({visit.device for visit in self.visits}) < self.num_devices:
             return self.start_device
         return (self.visits[-1].device + 1) % self.num_devices
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedule:
     """On the host: each layer's norm as its gradient completes, then all updates, front first.
 
+    Eager updates take the place of norms.
+
     The host stream runs in order, so the first update comes after the last norm: the step commits
     there or not at all. At staleness 1 a layer is published (the update of the step before) once
     this step has read its old weights for the last time. That is about one visit of every device
@@ -22,8 +24,9 @@ def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedul
     """
     draft = Draft.of(base, None)
     gives = _last_givers(base)
+    when_whole = Op.UPDATE if options.eager else Op.NORM
     queue = [
-        (action.index, 1, -owner, Action(Op.NORM, owner), [action])
+        (action.index, 1, -owner, Action(when_whole, owner), [action])
         for owner, action in gives.items()
     ]
     if options.staleness:
@@ -40,8 +43,9 @@ def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedul
         ]
     for *_when, action, after in sorted(queue, key=lambda item: item[:3]):
         draft.put("host", action, after)
-    for owner in sorted(gives):
-        draft.put("host", Action(Op.UPDATE, owner))
+    if not options.eager:
+        for owner in sorted(gives):
+            draft.put("host", Action(Op.UPDATE, owner))
     return draft.done(staleness=options.staleness)
 
 

@@ -1,159 +1,291 @@
-"""Choose a plan: play candidate schedules on the costs and take the quickest."""
+"""Choose a plan: play candidates on the costs and the machine, take the quickest.
+
+Not all combinations are played. From each start (round-robin, everything replicated, what host
+memory can feed) the search changes one thing at a time, as long as that gains: how finely stages
+are cut, how many top layers are fused, on how many devices at once each kind of stage runs, rounds.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, get_args
 
-from roundpipe.errors import ConfigError
-from roundpipe.plan.actions import Op
-from roundpipe.plan.clocks import play
-from roundpipe.plan.generators import Replicas, round_robin
-from roundpipe.plan.partition import Partition, forward_stages, front
+from roundpipe.errors import ConfigError, PlanError
+from roundpipe.plan.generators import Replicas
+from roundpipe.plan.partition import Partition, forward_stages, front, fused_choices
+from roundpipe.sim.candidate import Candidate
+from roundpipe.sim.score import Scores, Setting
 
 if TYPE_CHECKING:
-    from roundpipe.plan.actions import Action
+    from collections.abc import Iterator, Sequence
+
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.schedule import Schedule
 
-ScheduleName = Literal["auto", "round_robin", "hybrid"]
-_LEAST_STAGES = 4
+__all__ = ["Plan", "ScheduleName", "Setting", "choose", "given"]
+
+ScheduleName = Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"]
 _NEAR = 0.01  # plans closer than this are as good as each other
-_ACTION_SECONDS = 20e-6  # what issuing and handing over one compute action costs
+_REPLICAS_PAY = 0.03  # auto leaves round-robin for no less: replicas make bits depend on devices
+_PARTITIONS = 14  # of a front, at most
+_VISITS = 150_000  # played by one search, about
+_TURNS = 3  # rounds of changing one thing at a time
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen, and why."""
+    """What was chosen, and why. ``alternatives``: the best of each other schedule, in seconds."""
 
-    partition: Partition
+    candidate: Candidate
     forward: tuple[range, ...]  # the stages of a pass without gradient
-    replicas: Replicas
-    seconds: float  # of one step by the costs, without transfers
-    bound_seconds: float  # the same work spread evenly without any wait
+    seconds: float  # of one step, in a chain of them
+    bound_seconds: float  # work with full recompute spread evenly without any wait
     why: str
+    alternatives: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def partition(self) -> Partition:
+        """The stages."""
+        return self.candidate.partition
+
+    @property
+    def replicas(self) -> Replicas:
+        """On how many devices at once each kind of stage runs."""
+        return self.candidate.replicas
+
+    def computation(
+        self, costs: Costs, *, devices: int, microbatches: int, start_device: int = 0
+    ) -> Schedule:
+        """What each device computes in one step."""
+        return self.candidate.computation(
+            costs, devices=devices, microbatches=microbatches, start_device=start_device
+        )
 
     def __str__(self) -> str:
         return self.why
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a plan is for. ``copy_seconds_per_byte`` is what copies take from a device's compute."""
-
-    costs: Costs
-    devices: int
-    microbatches: int
-    memory_limit: int | None = None
-    copy_seconds_per_byte: float = 0.0
-
-
 def choose(setting: Setting, name: str = "auto") -> Plan:
-    """The quickest plan of one exact step for a schedule's name.
+    """The quickest plan of a step, of those a schedule's name allows.
 
-    ``round_robin`` (and ``auto``): every stage on one device, so that the same number of
-    microbatches
-    gives the same bits on any number of devices. ``hybrid``: stages of a kind may also run on
-    several devices at once. Raises ConfigError for an unknown name, PlanError if nothing fits.
+    ``round_robin``: every stage on one device, so that the same number of microbatches gives the
+    same bits on any number of devices. ``replicated``: every stage on all devices. ``hybrid``: a
+    number of its own for each kind of stage. ``gpipe``: stages stay on their devices. ``auto``: the
+    quickest of all; round-robin unless another gains 3 %. Raises ConfigError for an unknown name,
+    PlanError if nothing fits.
     """
-    if name not in ("auto", "round_robin", "hybrid"):
-        raise ConfigError(f"unknown schedule: {name}\nhint: auto, round_robin or hybrid")
-    degrees = range(1, setting.devices + 1) if name == "hybrid" else (1,)
-    tried: list[tuple[float, int, int, Partition, Replicas]] = []
-    longest = _longest_stage(setting.costs)
-    for partition in front(setting.costs, memory_limit=setting.memory_limit, longest=longest):
-        for copies in product(degrees, repeat=3):
-            replicas = Replicas(*copies)
-            seconds = step_seconds(setting, partition, replicas)
-            tried.append((seconds, partition.num_stages, sum(copies), partition, replicas))
-    # What the calculation leaves out grows with stages and replicas: the simplest of the near best.
-    near = min(tried, key=lambda plan: plan[0])[0] * (1 + _NEAR)
-    simplest = min((plan for plan in tried if plan[0] <= near), key=lambda p: (p[1], p[2], p[0]))
-    seconds, _, _, partition, replicas = simplest
-    return _plan(setting, partition, replicas, seconds=seconds, what=f"best of {len(tried)} tried")
+    if name not in get_args(ScheduleName):
+        raise ConfigError(f"unknown schedule: {name}\nhint: {', '.join(get_args(ScheduleName))}")
+    search = _Search(setting)
+    if name == "gpipe":
+        found = search.bound()
+    elif name == "replicated":
+        found = search.climb([search.start((setting.devices,) * 3)], frozenset({"cut", "fuse"}))
+    else:
+        found = search.climb([search.start((1, 1, 1))], frozenset({"cut", "fuse", "rounds"}))
+        if name == "hybrid" or (name == "auto" and setting.devices > 1):
+            shared = search.climb(search.shared_starts(), frozenset({"cut", "fuse", "replicas"}))
+            pays = search.scores.of(found) * (1 - _REPLICAS_PAY)
+            if name == "hybrid" or search.scores.of(shared) < pays:
+                found = shared
+    return search.plan(found)
 
 
-def _longest_stage(costs: Costs) -> float:
-    """Seconds that a stage may take: a device holds one stage's weights and activations, not the
-    model.
+class _Search:
+    """One search: fronts, scores and what may be changed."""
 
-    A quarter of the step's work, or one layer that takes longer.
-    """
-    whole = range(costs.num_layers)
-    work = _forward(costs, whole) + _both(costs, whole)
-    return max(work / _LEAST_STAGES, *(_both(costs, range(layer, layer + 1)) for layer in whole))
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.scores = Scores(setting)
+        self._fronts: dict[int, list[Partition]] = {}
+
+    @cached_property
+    def fuses(self) -> list[int]:
+        """How many top layers may be fused."""
+        most = self.setting.most_fused or self.setting.costs.num_layers
+        return [k for k in fused_choices(self.setting.costs, self.memory_limit) if k <= most]
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Of the smallest device."""
+        limits = [self.setting.memory_limit]
+        if self.setting.machine is not None:
+            limits += [card.memory_bytes for card in self.setting.machine.cards]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def front(self, fuse: int) -> list[Partition]:
+        """Cuts with so many layers fused, from few stages to many, thinned out."""
+        if fuse not in self._fronts:
+            whole = front(
+                self.setting.costs,
+                memory_limit=self.memory_limit,
+                fuse=fuse,
+                most_fused=fuse if fuse > 1 else None,
+            )
+            count = min(len(whole), _PARTITIONS)
+            step = (len(whole) - 1) / max(count - 1, 1)
+            self._fronts[fuse] = [whole[round(at * step)] for at in range(count)]
+        return self._fronts[fuse]
+
+    def start(self, copies: tuple[int, int, int]) -> Candidate:
+        """The best of a few cuts with so many replicas."""
+        cuts = self.front(self.fuses[0])
+        some = [cuts[round(at * (len(cuts) - 1) / 3)] for at in range(4)]
+        speeds = self.setting.speeds
+        return self.best(Candidate(c, speeds=speeds).with_replicas(*copies) for c in some)
+
+    def shared_starts(self) -> list[Candidate]:
+        """Everything on all devices; on as many as host memory can feed; the last stage alone."""
+        count, fed = self.setting.devices, self.fed()
+        copies = {(count,) * 3, (fed,) * 3, (1, count, 1), (max(fed // 4, 1), count, fed)}
+        starts = [self.start(some) for some in sorted(copies)]
+        return sorted(starts, key=self.scores.of)[:2]
+
+    def fed(self) -> int:
+        """The most replicas whose transfers and sums, with the update, take a step's work at most.
+
+        Each replica brings up all weights twice and down its fp32 sums, which are added up.
+        """
+        setting, layers = self.setting, self.setting.costs.layers
+        if setting.machine is None:
+            return setting.devices
+        once = sum(layer.update_bytes for layer in layers)
+        each = sum(2 * layer.weight_bytes + 2 * layer.gradient_bytes for layer in layers)
+        room = 0.95 * setting.machine.host.bandwidth * setting.even_seconds - once
+        return int(min(max(room // max(each, 1), 1), setting.devices))
+
+    def best(self, candidates: Iterator[Candidate] | Sequence[Candidate]) -> Candidate:
+        """The quickest; of those nearly as quick the one nearest to plain, with fewest stages."""
+        known = [(self.scores.of(each), each) for each in dict.fromkeys(candidates)]
+        near = min(seconds for seconds, _ in known) * (1 + _NEAR / 10)
+        return min(
+            (pair for pair in known if pair[0] <= near),
+            key=lambda pair: (pair[1].num_copies, pair[1].partition.num_stages, pair[0]),
+        )[1]
+
+    def climb(self, starts: Sequence[Candidate], allowed: frozenset[str]) -> Candidate:
+        """From the starts change one thing at a time while that gains."""
+        found = []
+        for start in starts:
+            here = start
+            for _ in range(_TURNS):
+                before = here
+                for what in ("cut", "replicas", "fuse", "rounds"):
+                    if what in allowed and self.scores.num_visits < _VISITS:
+                        here = self.best([here, *getattr(self, f"_{what}")(here)])
+                if here == before:
+                    break
+            found.append(here)
+        return self.best(found)
+
+    # ---- what may be changed
+
+    def _cut(self, here: Candidate) -> Iterator[Candidate]:
+        cuts = next((f for f in self._fronts.values() if here.partition in f), [])
+        at = cuts.index(here.partition) if cuts else 0
+        for other in (at - 2, at - 1, at + 1, at + 2):
+            if 0 <= other < len(cuts):
+                yield replace(here, partition=cuts[other])
+
+    def _fuse(self, here: Candidate) -> Iterator[Candidate]:
+        count = here.partition.num_stages
+        for fuse in self.fuses:
+            try:
+                cuts = self.front(fuse)
+            except PlanError:
+                continue
+            near = min(range(len(cuts)), key=lambda at: abs(cuts[at].num_stages - count))
+            yield replace(here, partition=cuts[near])
+
+    def _replicas(self, here: Candidate) -> Iterator[Candidate]:
+        now = (here.replicas.forward, here.replicas.fused, here.replicas.backward)
+        for kind in range(3):
+            for count in {now[kind] // 2, now[kind] * 2, now[kind] * 3 // 2}:
+                if 1 <= count <= self.setting.devices and count != now[kind]:
+                    copies = [*now]
+                    copies[kind] = count
+                    yield here.with_replicas(*copies)
+
+    def _rounds(self, here: Candidate) -> Iterator[Candidate]:
+        for rounds in (here.rounds * 2, here.rounds // 2):
+            if rounds >= 1 and rounds * self.setting.devices <= self.setting.microbatches:
+                yield replace(here, rounds=rounds)
+
+    def bound(self) -> Candidate:
+        """GPipe: one stage a device, as even as layers allow."""
+        count = self.setting.devices
+        cuts = _even_stages(self.setting.costs, count)
+        partition = Partition(tuple(cuts[:-1]), cuts[-1], tuple(cuts[-2::-1]))
+        lowest = self.setting.costs.first_trainable
+        below = [s for s in partition.backward if lowest is not None and s.stop > lowest]
+        trained = tuple(range(max(s.start, lowest or 0), s.stop) for s in below)
+        return Candidate(Partition(partition.forward, partition.fused, trained), is_bound=True)
+
+    # ---- the end
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """The plan of what was found."""
+        best: dict[str, float] = {}
+        for each, seconds in self.scores.seconds.items():
+            name = each.name(self.setting.devices)
+            best[name] = min(best.get(name, seconds), seconds)
+        name, seconds = candidate.name(self.setting.devices), self.scores.of(candidate)
+        others = sorted((kept, other) for other, kept in best.items() if other != name)
+        what = f"best of {len(self.scores.seconds)} tried"
+        if others:
+            what += f"; {others[0][1]} {others[0][0] / seconds - 1:+.0%}"
+        alternatives = tuple((other, kept) for kept, other in others)
+        return _plan(self.setting, candidate, seconds, what, alternatives)
 
 
 def given(setting: Setting, partition: Partition, replicas: Replicas | None = None) -> Plan:
     """A plan with stages given by hand."""
-    copies = replicas or Replicas()
-    seconds = step_seconds(setting, partition, copies)
-    return _plan(setting, partition, copies, seconds=seconds, what="given by hand")
+    candidate = Candidate(partition, replicas or Replicas(), speeds=setting.speeds)
+    seconds = Scores(setting).of(candidate)
+    return _plan(setting, candidate, seconds, "given by hand", ())
 
 
 def _plan(
-    setting: Setting, partition: Partition, replicas: Replicas, *, seconds: float, what: str
+    setting: Setting,
+    candidate: Candidate,
+    seconds: float,
+    what: str,
+    alternatives: tuple[tuple[str, float], ...],
 ) -> Plan:
-    work = sum(_forward(setting.costs, stage) for stage in partition.forward)
-    work += sum(_both(setting.costs, stage) for stage in (partition.fused, *partition.backward))
-    bound = work * setting.microbatches / setting.devices
-    longest = max(
-        [_both(setting.costs, s) for s in (partition.fused, *partition.backward)]
-        + [_forward(setting.costs, s) for s in partition.forward]
-    )
-    forward = forward_stages(setting.costs, longest)
-    copies = (replicas.forward, replicas.fused, replicas.backward)
-    on = "" if copies == (1, 1, 1) else " · on {} / {} / {} devices at once".format(*copies)
+    bound = setting.even_seconds
+    name = candidate.name(setting.devices).replace("_", "-")
     why = (
-        f"{partition}{on} · {setting.microbatches} microbatches on {setting.devices} devices: "
+        f"{name} · {candidate} · {setting.microbatches} microbatches on {setting.devices} devices: "
         f"{bound / seconds:.0%} of the even spread ({what})"
     )
-    return Plan(partition, forward, replicas, seconds, bound, why)
+    forward = forward_stages(setting.costs, _longest(setting.costs, candidate.partition))
+    return Plan(candidate, forward, seconds, bound, why, alternatives)
 
 
-def _forward(costs: Costs, stage: range) -> float:
-    return sum(costs.layers[layer].forward_seconds for layer in stage)
+def _longest(costs: Costs, partition: Partition) -> float:
+    def seconds(stage: range, *, backward: bool) -> float:
+        return sum(
+            costs.layers[layer].forward_seconds + backward * costs.layers[layer].backward_seconds
+            for layer in stage
+        )
+
+    stages = [seconds(stage, backward=True) for stage in (partition.fused, *partition.backward)]
+    return max([*stages, *(seconds(stage, backward=False) for stage in partition.forward)])
 
 
-def _both(costs: Costs, stage: range) -> float:
-    return sum(
-        costs.layers[layer].forward_seconds + costs.layers[layer].backward_seconds
-        for layer in stage
-    )
-
-
-def step_seconds(setting: Setting, partition: Partition, replicas: Replicas) -> float:
-    """How long one step takes from an idle start to the end of its last backward."""
-    schedule = round_robin(
-        partition,
-        setting.costs,
-        devices=setting.devices,
-        microbatches=setting.microbatches,
-        replicas=replicas,
-    )
-    costs = setting.costs
-
-    def seconds(action: Action) -> float:
-        layers = schedule.visits[action.index].layers
-        forward = _forward(costs, layers)
-        if action.op in (Op.FORWARD, Op.RECOMPUTE):
-            return forward + _ACTION_SECONDS
-        both = _both(costs, layers)
-        return (both if action.op is Op.FUSED else both - forward) + _ACTION_SECONDS
-
-    end = max(end for _, _, end in play(schedule.streams, schedule.waits, seconds))
-    return end + _copied_bytes(setting, schedule) * setting.copy_seconds_per_byte / setting.devices
-
-
-def _copied_bytes(setting: Setting, schedule: Schedule) -> int:
-    """Weights up, gradients down; what several visits bring is copied once more to be added up."""
-    total = 0
-    givers = Counter(layer for v in schedule.visits if v.has_backward for layer in v.layers)
-    for visit in schedule.visits:
-        for layer in visit.layers:
-            cost = setting.costs.layers[layer]
-            copies = (1 + (givers[layer] > 1)) if visit.has_backward else 0
-            total += cost.weight_bytes + copies * cost.gradient_bytes
-    return total
+def _even_stages(costs: Costs, count: int) -> list[range]:
+    """So many consecutive stages, each about its share of the work that is left."""
+    work = [2 * layer.forward_seconds + layer.backward_seconds for layer in costs.layers]
+    count = min(count, len(work))
+    stages, start = [], 0
+    for left in range(count, 0, -1):
+        share = sum(work[start:]) / left
+        ends = range(start + 1, len(work) - left + 2)
+        first = start
+        end = (
+            min(ends, key=lambda end: abs(sum(work[first:end]) - share)) if left > 1 else len(work)
+        )
+        stages.append(range(start, end))
+        start = end
+    return stages

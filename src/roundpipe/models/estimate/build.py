@@ -1,0 +1,225 @@
+"""Counts a model that has no weights: from a config to a `Profile`.
+
+The model is built on the meta device, as large as it is, in a second or so. It is split by the very
+code that splits a model with weights, and its layers are run by the shells that a device runs. Only
+one layer of each kind is run, at three lengths: see `roundpipe.models.estimate.amount`.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelError
+from roundpipe.models.causal_lm import chain_of
+from roundpipe.models.causal_layers import Block, CausalLMContext, Suffix
+from roundpipe.models.estimate.amount import Amount
+from roundpipe.models.estimate.layer_run import META, Given, run_layer
+from roundpipe.models.estimate.meter import Answering, Counts
+from roundpipe.models.estimate.method import apply_method
+from roundpipe.models.estimate.profile import (
+    Kind,
+    LayerProfile,
+    Pass,
+    Profile,
+    Regime,
+    Work,
+)
+from roundpipe.models.estimate.sizes import layer_sizes
+from roundpipe.models.recording import record, structure_of
+from roundpipe.models.spec import Inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence, Set
+
+    from roundpipe.models.causal_lm import CausalLayer
+    from roundpipe.models.estimate.layer_run import Counted
+    from roundpipe.models.estimate.method import Method
+    from roundpipe.models.recording import Split
+
+_LENGTHS = (512, 1024, 2048)
+_DTYPES = {16: torch.bfloat16, 32: torch.float32}
+_SHORT_WINDOW = 64
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+# Tokens and lengths for which the largest moments are looked for.
+_GRID = [
+    (batch * length, length) for length in (2**n for n in range(7, 20)) for batch in (1, 2, 8, 64)
+]
+
+
+def count(config: Any, method: Method, *, name: str, bits: int = 16, fuse: bool = False) -> Profile:
+    """Count a causal LM from its transformers config, built in 16 or 32 ``bits``.
+
+    ``fuse``: as if its attention were fused where transformers has none for it. Takes a second or
+    two. Raises ModelError for what cannot be split exactly.
+    """
+    model = _build(config, _DTYPES[bits]).train()
+    apply_method(model, method)
+    with Answering():
+        split = record(model, META).split
+        layers = chain_of(split)
+        kinds, representatives = _kinds(layers)
+        run = _Run(split, layers, _DTYPES[bits], config if fuse and _is_plain(model) else None)
+        regimes = [
+            Regime(longest, _count_kinds(run, representatives, lengths))
+            for longest, lengths in _regimes(model.config)
+        ]
+    packed = _packed_names(layers) if method.is_packed else frozenset()
+    sizes = layer_sizes([layer.tensors for layer in layers], packed=packed)
+    parameters = list(model.parameters())
+    return Profile(
+        name=name,
+        method=method.name,
+        bits=bits,
+        parameters=sum(p.numel() for p in parameters),
+        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        layers=tuple(map(LayerProfile, [layer.name for layer in layers], kinds, sizes)),
+        regimes=tuple(regimes),
+        longest=getattr(_text(model.config), "max_position_embeddings", None),
+    )
+
+
+def _build(config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 (imports late)
+
+    with META:
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
+    return model
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _is_plain(model: Any) -> bool:
+    return str(model.config._attn_implementation) == "eager"
+
+
+def _regimes(config: Any) -> list[tuple[int | None, tuple[int, ...]]]:
+    """Up to which length layers run in one way, and three lengths at which to count it.
+
+    A sequence shorter than a layer's window needs no mask, so attention is the causal kernel's.
+    """
+    found = [getattr(_text(config), name, None) for name in _WINDOWS]
+    windows = [window for window in found if isinstance(window, int) and window > 0]
+    if not windows:
+        return [(None, _LENGTHS)]
+    window = min(windows)
+    above = (None, (2 * window, 3 * window, 4 * window))
+    if window < _SHORT_WINDOW:  # nobody trains on sequences that short
+        return [above]
+    below = _LENGTHS if window > _LENGTHS[-1] else (window // 8, window // 4, window // 2)
+    return [(window - 1, below), above]
+
+
+def _kinds(layers: Sequence[CausalLayer]) -> tuple[list[int], list[int]]:
+    """The kind of every layer, and the first layer of every kind."""
+    seen: dict[Any, int] = {}
+    first: list[int] = []
+    kinds = []
+    for index, layer in enumerate(layers):
+        key = _kind_key(layer)
+        if key not in seen:
+            seen[key] = len(seen)
+            first.append(index)
+        kinds.append(seen[key])
+    return kinds, first
+
+
+def _kind_key(layer: CausalLayer) -> Any:
+    if not isinstance(layer, Block):
+        return layer.name
+    block = layer.split.blocks[layer.index]
+    shapes = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()]
+    return structure_of(block), tuple(shapes)
+
+
+@dataclass
+class _Run:
+    """Runs layers of a split model at any length."""
+
+    split: Split
+    layers: Sequence[CausalLayer]
+    dtype: torch.dtype
+    fuse: Any
+
+    def at(self, length: int, wanted: Sequence[int]) -> list[Counted]:
+        """Run the ``wanted`` layers on one sequence of ``length``."""
+        ids = torch.zeros(1, length, dtype=torch.long, device=META)
+        inputs = Inputs((), {"input_ids": ids, "labels": ids})
+        context = CausalLMContext(self.split, META)
+        calls = context(inputs, range(len(self.layers)))
+        prefix = self.layers[0].make_shell(META)
+        prefix.bind(self.layers[0].tensors)
+        with torch.no_grad():
+            hidden = prefix(None, inputs, None)
+        counted = []
+        for index in wanted:
+            given = Given(
+                boundary=None if index == 0 else torch.empty_like(hidden),
+                inputs=inputs,
+                context={index: calls[index]} if index in calls else None,
+                dtype=self.dtype,
+                is_last=isinstance(self.layers[index], Suffix),
+                fuse=self.fuse,
+            )
+            counted.append(run_layer(self.layers[index], given))
+        return counted
+
+
+def _count_kinds(run: _Run, wanted: Sequence[int], lengths: tuple[int, ...]) -> tuple[Kind, ...]:
+    counted = [run.at(length, wanted) for length in lengths]
+    return tuple(_kind(lengths, each) for each in zip(*counted, strict=True))
+
+
+def _kind(lengths: tuple[int, ...], counted: Sequence[Counted]) -> Kind:
+    return Kind(
+        forward=_pass(lengths, [each.forward for each in counted]),
+        backward=_pass(lengths, [each.backward for each in counted]),
+        kept=Amount.through(lengths, [each.kept for each in counted]),
+        peaks=_peaks(lengths, [each.moments for each in counted]),
+        boundary=Amount.through(lengths, [each.boundary for each in counted]),
+    )
+
+
+def _pass(lengths: tuple[int, ...], counts: Sequence[Counts]) -> Pass:
+    works = {}
+    for sort in sorted({sort for each in counts for sort in each.tallies}):
+        tallies = [each.tally(sort) for each in counts]
+        works[sort] = Work(
+            Amount.through(lengths, [tally.flops for tally in tallies]),
+            Amount.through(lengths, [tally.moved for tally in tallies]),
+            tallies[-1].kernels,
+        )
+    return Pass(works, counts[-1].calls)
+
+
+def _peaks(lengths: tuple[int, ...], moments: Sequence[list[int]]) -> tuple[Amount, ...]:
+    """The moments that are the worst for some microbatch; of different numbers, the worst each."""
+    if len({len(each) for each in moments}) != 1:
+        moments = [[max(each, default=0)] for each in moments]
+    amounts = {Amount.through(lengths, each) for each in zip(*moments, strict=True)}
+    if not amounts:
+        return ()
+    worst = [max(amounts, key=lambda amount: amount.at(*at)) for at in _GRID]
+    return tuple(dict.fromkeys(worst))
+
+
+def _packed_names(layers: Sequence[CausalLayer]) -> Set[str]:
+    """Frozen matrices inside blocks, those of routed experts among them: what is kept in 4 bits."""
+    return {
+        name
+        for layer in layers
+        if isinstance(layer, Block)
+        for name, tensor in layer.tensors.items()
+        if isinstance(tensor, nn.Parameter)
+        and tensor.dim() >= 2
+        and not tensor.requires_grad
+        and tensor.is_floating_point()
+    }

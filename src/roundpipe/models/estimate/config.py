@@ -1,0 +1,118 @@
+"""From what a user names to a config of transformers: a folder, a config.json, a well-known model.
+
+A config may come from anywhere. None of its code is run, nothing is fetched, and numbers that would
+take this machine's memory or hours are refused before a module is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roundpipe.errors import ConfigError
+from roundpipe.models.known import find_known, nearest_known
+
+_LARGEST_FILE = 4 << 20
+_LARGEST_NUMBER = 1 << 24  # of any width, vocabulary or count of experts
+_MOST_LAYERS = 1000
+# What describes files or this machine rather than the model, or names code to be fetched.
+_DROPPED = (
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "custom_pipelines",
+    "dtype",
+    "experts_implementation",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
+
+
+def find_config(given: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What ``given`` names: a short name, and the fields of its config.
+
+    ``given``: a model folder, a config.json, the id or name of a well-known model, or the fields
+    themselves. Raises ConfigError, with the nearest names, for anything else.
+    """
+    if isinstance(given, Mapping):
+        return str(given.get("model_type", "model")), dict(given)
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return path.resolve().name, _read(path / "config.json")
+    if path.is_file():
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return name, _read(path)
+    known = find_known(str(given))
+    if known is not None:
+        return known.name, dict(known.config)
+    near = nearest_known(str(given))
+    raise ConfigError(
+        f"no config at hand for this model: {given}\n"
+        f"hint: give a folder or a config.json{', or one of: ' if near else ''}{', '.join(near)}"
+    )
+
+
+def make_config(fields: Mapping[str, Any]) -> Any:
+    """A config of transformers from its fields; raises ConfigError for what cannot be one."""
+    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415 (imports late)
+
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model_type: not one that the installed transformers knows: {kind!r}\n"
+            "hint: files that bring code of their own are never run; update transformers"
+        )
+    clean = _without_code(fields)
+    _check_numbers(clean)
+    del clean["model_type"]
+    try:
+        return AutoConfig.for_model(kind, **clean)
+    except Exception as error:  # whatever a validator of one of 400 classes raises
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"not a config of a {kind} model: {first}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"no config.json in: {path.parent}\nhint: name a model folder")
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ConfigError(f"too large for a config: {path}: {path.stat().st_size} bytes")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON: {path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"not a config: {path} holds no object")
+    return fields
+
+
+def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_code(value) if isinstance(value, Mapping) else value
+        for key, value in fields.items()
+        if isinstance(key, str) and key not in _DROPPED and not key.startswith("_")
+    }
+
+
+def _check_numbers(fields: Mapping[str, Any], where: str = "") -> None:
+    for key, value in fields.items():
+        name = where + key
+        if isinstance(value, Mapping):
+            _check_numbers(value, f"{name}.")
+        elif isinstance(value, list) and len(value) > 100_000:
+            raise ConfigError(f"{name}: too long a list: {len(value)}")
+        elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
+            if not _is_harmless(key):
+                raise ConfigError(f"{name}: no model has that many: {value}")
+    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        layers = fields.get(key)
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            raise ConfigError(f"{where}{key}: at most {_MOST_LAYERS}: {layers}")
+
+
+def _is_harmless(key: str) -> bool:
+    """Numbers that allocate nothing: positions, bases of rotary tables, ids."""
+    return any(part in key for part in ("theta", "base", "max_position", "length", "limit", "_id"))

@@ -1,0 +1,74 @@
+"""What `roundpipe doctor` shows: what was measured, a line a device, then the findings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roundpipe.plan.amounts import write_bytes, write_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roundpipe.plan.machine import Machine
+    from roundpipe.report.doctor import Finding
+    from roundpipe.report.readings import CopyRates, DeviceReadings, HostReadings, Readings
+
+_INDENT = " " * 10
+
+
+def doctor_lines(
+    readings: Readings, machine: Machine, findings: Sequence[Finding], *, reference: str = ""
+) -> list[str]:
+    """The lines; ``reference`` says which model the prices are of."""
+    disk = machine.host.disk_bytes
+    head = [machine.text, f"{write_bytes(machine.host.memory_bytes)} of host memory free"]
+    if disk is not None:
+        head.append(f"{write_bytes(disk)} of disk free")
+    width = max(len(device.name) for device in readings.devices)
+    lines = [" · ".join(head), ""]
+    for device in readings.devices:
+        lines += [f"  {part}" for part in _device(device, max(width, 4))]
+    lines += [f"  {'host':<{max(width, 4)}}  {_host(readings.host)}"]
+    if readings.all_links is not None:
+        lines.append(f"  all links at once {write_rate(readings.all_links)} up")
+    lines.append("")
+    for finding in findings:
+        lines.append(f"{finding.level.value:<9} {finding.text}")
+        if finding.price:
+            lines.append(f"{_INDENT}{finding.price}")
+        if finding.hint:
+            lines.append(f"{_INDENT}hint: {finding.hint}")
+    if reference and any(finding.price for finding in findings):
+        lines.append(f"{_INDENT}tokens/s are of the reference model: {reference}")
+    return lines
+
+
+def _device(device: DeviceReadings, width: int) -> list[str]:
+    rates = " · ".join(f"{key} {rate / 1e12:.3g}" for key, rate in device.flops.items())
+    free = f"{write_bytes(device.free_bytes)} of {write_bytes(device.total_bytes)} free"
+    what = f"{free} · " if not device.is_cpu else ""
+    copies = f"copies {_copies(device.pinned)}"
+    if device.pageable is not None:
+        copies += f" · pageable {_copies(device.pageable)}"
+    intact = "comes back intact" if device.is_intact else "COMES BACK CHANGED"
+    return [
+        f"{device.name:<{width}}  {device.card} · {what}{rates} TFLOP/s · "
+        f"memory {write_rate(device.bandwidth)}",
+        f"{'':<{width}}  {copies} · what is sent {intact}",
+    ]
+
+
+def _copies(rates: CopyRates) -> str:
+    return (
+        f"{write_rate(rates.up)} up, {write_rate(rates.down)} down, both at once "
+        f"{rates.duplex:.0%} of each"
+    )
+
+
+def _host(host: HostReadings) -> str:
+    one = f" ({write_rate(host.bandwidth_one_thread)} with one)" if host.threads > 1 else ""
+    nodes = f" · {len(host.nodes)} memory nodes" if len(host.nodes) > 1 else ""
+    return (
+        f"memory {write_rate(host.bandwidth)} with {host.threads} threads{one} · optimizer "
+        f"{host.update_seconds * 1e9:.3g} ns per parameter{nodes}"
+    )

@@ -1,0 +1,171 @@
+"""What each action asks of a machine: time on its stream, bytes over a road, Python's time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roundpipe.plan.actions import Action, Op
+from roundpipe.plan.schedule import Phase
+from roundpipe.sim.sharing import ON_HOST, Road
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from roundpipe.plan.costs import Costs
+    from roundpipe.plan.schedule import Schedule, Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """``seconds`` on the stream, then ``num_bytes`` over ``road``.
+
+    ``host_seconds`` of Python come first and may run while the action before is still under way.
+    """
+
+    seconds: float = 0.0
+    num_bytes: float = 0.0
+    road: Road = ON_HOST
+    host_seconds: float = 0.0
+
+
+NOTHING = Work()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """From costs to work. ``speeds``: of each device, relative to the one of the costs.
+
+    ``action_seconds`` is added to every compute action. The three ``*_traffic`` count accesses to
+    host memory per byte: adding a partial gradient up reads it, and reads and writes the sum;
+    taking the first one reads and writes; a norm reads the gradient.
+    """
+
+    costs: Costs
+    speeds: tuple[float, ...] = ()
+    action_seconds: float = 0.0
+    sum_traffic: float = 3.0
+    first_sum_traffic: float = 2.0
+    norm_traffic: float = 1.0
+
+    def work(self, schedule: Schedule) -> Callable[[Action], Work]:
+        """The work of every action of ``schedule``."""
+        return _Works(self, schedule).of
+
+
+class _Works:
+    def __init__(self, prices: Prices, schedule: Schedule) -> None:
+        self._prices, self._schedule = prices, schedule
+        self._layers = prices.costs.layers
+        self._kept: dict[tuple[Op, int], Work] = {}
+        self._merged = {owner for op, owner in _merges(schedule)}
+        self._first = _first_merges(schedule)
+        self._sends = schedule.sends
+
+    def of(self, action: Action) -> Work:
+        """What ``action`` asks."""
+        if action.op in (Op.ACTIVATION_OUT, Op.ACTIVATION_IN):
+            return self._activation(action)
+        key = (action.op, action.index)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = self._make(action)
+        return found
+
+    def _make(self, action: Action) -> Work:
+        if action.op in (Op.UPDATE, Op.NORM, Op.PUBLISH):
+            return self._host(action)
+        visit = self._schedule.visits[action.index]
+        if action.op in (Op.FORWARD, Op.FUSED, Op.RECOMPUTE, Op.BACKWARD):
+            return self._compute(action.op, visit)
+        costs = [self._layers[layer] for layer in visit.layers]
+        if action.op is Op.UPLOAD:
+            chunks = self._schedule.chunks.get((Op.UPLOAD, visit.number), 1)
+            total = sum(cost.weight_bytes for cost in costs)
+            return Work(num_bytes=total / chunks, road=Road(visit.device))
+        if action.op is Op.DOWNLOAD:
+            chunks = self._schedule.chunks.get((Op.DOWNLOAD, visit.number), 1)
+            total = sum(self._download_bytes(layer) for layer in visit.layers)
+            return Work(num_bytes=total / chunks, road=Road(visit.device, up=False))
+        if action.op is Op.MERGE:
+            return Work(num_bytes=self._merge_bytes(visit))
+        if action.op is Op.GRADIENT_IN:
+            return Work(num_bytes=self._boundary_bytes(visit.layers.stop), road=Road(visit.device))
+        road = Road(visit.device, up=False)
+        return Work(num_bytes=self._boundary_bytes(visit.layers.start), road=road)
+
+    def _compute(self, op: Op, visit: Visit) -> Work:
+        costs = [self._layers[layer] for layer in visit.layers]
+        speed = self._prices.speeds[visit.device] if self._prices.speeds else 1.0
+        seconds = host = 0.0
+        if op is not Op.BACKWARD:
+            seconds += sum(cost.forward_seconds for cost in costs)
+            host += sum(cost.host_forward_seconds for cost in costs)
+        if op in (Op.BACKWARD, Op.FUSED):
+            seconds += sum(cost.backward_seconds for cost in costs)
+            host += sum(cost.host_backward_seconds for cost in costs)
+        return Work(seconds / speed + self._prices.action_seconds, host_seconds=host)
+
+    def _host(self, action: Action) -> Work:
+        cost = self._layers[action.index]
+        if action.op is Op.NORM:
+            whole = action.index in self._merged
+            size = cost.gradient_bytes if whole else cost.whole_download_bytes
+            return Work(num_bytes=self._prices.norm_traffic * size)
+        if action.op is Op.PUBLISH:
+            return Work(num_bytes=cost.publish_bytes)
+        # Apart, the update does not write what publishing writes: a third of its traffic.
+        written = cost.publish_bytes // 3 if self._schedule.staleness else 0
+        return Work(num_bytes=max(cost.update_bytes - written, 0))
+
+    def _download_bytes(self, layer: int) -> int:
+        cost = self._layers[layer]
+        merged = self._prices.costs.owners_trained(layer)
+        if any(owner in self._merged for owner in merged):
+            return cost.gradient_bytes
+        return cost.whole_download_bytes
+
+    def _merge_bytes(self, visit: Visit) -> float:
+        total = 0.0
+        for layer in visit.layers:
+            first = (visit.number, layer) in self._first
+            traffic = self._prices.first_sum_traffic if first else self._prices.sum_traffic
+            total += traffic * self._layers[layer].gradient_bytes
+        return total
+
+    def _boundary_bytes(self, boundary: int) -> int:
+        layers = self._layers
+        return layers[boundary].boundary_bytes if boundary < len(layers) else 0
+
+    def _activation(self, action: Action) -> Work:
+        assert action.microbatch is not None
+        visit = self._schedule.visits[action.index]
+        key = (visit.number, action.microbatch)
+        if action.op is Op.ACTIVATION_IN:
+            stays = visit.layers.start == 0 or key in self._schedule.resident
+            size = 0 if stays else self._boundary_bytes(visit.layers.start)
+            return Work(num_bytes=size, road=Road(visit.device))
+        sends: Sequence[int] = () if visit.phase is Phase.FUSED else self._sends.get(key, ())
+        size = sum(self._boundary_bytes(boundary) for boundary in sends)
+        return Work(num_bytes=size, road=Road(visit.device, up=False))
+
+
+def _merges(schedule: Schedule) -> list[tuple[Op, int]]:
+    return [
+        (Op.MERGE, owner)
+        for action, owners in schedule.owners.items()
+        if action.op is Op.MERGE
+        for owner in owners
+    ]
+
+
+def _first_merges(schedule: Schedule) -> set[tuple[int, int]]:
+    """(visit, layer) of the visits that bring a layer's gradient first."""
+    seen: set[int] = set()
+    first: set[tuple[int, int]] = set()
+    for visit in schedule.visits:
+        if visit.has_backward:
+            fresh = [layer for layer in visit.layers if layer not in seen]
+            first.update((visit.number, layer) for layer in fresh)
+            seen.update(fresh)
+    return first

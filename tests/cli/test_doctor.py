@@ -1,0 +1,130 @@
+"""``roundpipe doctor``: its words, its files and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roundpipe.cli import main
+from roundpipe.cli.doctor import Wish, read_wish, run
+from roundpipe.device.probe import Effort, Probe
+from roundpipe.errors import ConfigError
+from roundpipe.finetune.examine import Examination, Told
+from roundpipe.finetune.machines import load_machine, saved_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LITTLE = Effort(seconds=0.005, copy_bytes=2**20, matrix_size=256, product_seconds=1e-4)
+QUICK = Examination(
+    probe=lambda device, _: Probe(device, LITTLE), host_effort=LITTLE, parameters=2**14
+)
+
+
+def doctor(*words: str, **more: Any) -> int:
+    options = {"environment": {}, "how": QUICK, "told": Told(), **more}
+    return run(["devices=cpu*2", *words], **options)
+
+
+def test_the_words_of_the_command_line() -> None:
+    assert read_wish([]) == Wish()
+    wish = read_wish(["--json", "devices=cpu*2", "--output", "m.yaml", "--save"])
+    assert (wish.devices, str(wish.output), wish.save, wish.as_json) == (
+        "cpu*2",
+        "m.yaml",
+        True,
+        True,
+    )
+    assert read_wish(["devices=[cpu, cpu]"]).devices == ["cpu", "cpu"]
+    assert read_wish(["devices=null"]).devices == "auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["jsn=true"], "unknown key: jsn\nhint: json"),
+        (["m.yaml"], "doctor takes no file: m.yaml"),
+        (["--json=7"], "neither true nor false: json=7"),
+        (["--output"], "output names no file"),
+    ],
+)
+def test_words_that_are_not_understood(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        read_wish(words)
+    assert message in str(told.value)
+
+
+def test_it_shows_what_it_found_and_the_machine_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor() == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 × cpu · ")
+    assert "note      the optimizer takes" in shown
+    assert "note      there is no card" in shown
+    assert "what is sent comes back intact" in shown
+    assert "--output FILE writes it" in shown
+    assert "\ncards:\n- name: cpu\n  count: 2\n" in shown
+
+
+def test_the_file_it_writes_is_a_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lab.yaml"
+    environment = {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+    assert doctor("--output", str(file), "--save", environment=environment) == 0
+    shown = capsys.readouterr().out
+    assert f"machine file: {file}" in shown
+    assert f"machine file: {saved_file(environment)}" in shown
+    machine = load_machine(str(file))
+    assert machine.text == "2 × cpu"
+    here = load_machine(devices="cpu*2", environment=environment)
+    assert here.cards[0].flops == machine.cards[0].flops
+
+
+def test_json_is_all_of_it_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor("--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert set(values) == {"machine", "measured", "findings"}
+    assert load_machine(values["machine"]).num_devices == 2
+    assert values["measured"]["devices"][0]["is_intact"] is True
+    assert {"level", "text", "price", "hint"} == set(values["findings"][0])
+
+
+def test_prices_are_asked_of_the_function_given(capsys: pytest.CaptureFixture[str]) -> None:
+    # Whatever memory does here, the optimizer is made out to be slow beside it.
+    def speed(machine: Any) -> float:
+        return 1.0 if machine.host.update_bandwidth else 2.0
+
+    slow = replace(QUICK, parameters=4)  # of four parameters, all is overhead
+    assert doctor(how=slow, speed=speed, reference="8B, full") == 0
+    shown = capsys.readouterr().out
+    assert "1 tokens/s now, 2 if it kept up with memory" in shown
+    assert "reference model: 8B, full" in shown
+
+
+def test_a_device_that_changes_bytes_is_bad_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Probe, "round_trip_is_intact", lambda self: False)
+    assert doctor() == 2
+    assert "broken    what is copied to cpu:0 comes back changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["doctor", "env"])
+def test_the_command_has_two_names(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    # The package's attribute of this name is the command itself.
+    module = sys.modules["roundpipe.cli.doctor"]
+    monkeypatch.setattr(module, "run", lambda words, *, environment: seen.append(words) or 0)
+    assert main([name, "devices=cpu", "--json"]) == 0
+    assert seen == [["devices=cpu", "--json"]]
+
+
+def test_an_error_of_the_command_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "devices=gpu"]) == 2
+    assert capsys.readouterr().err.startswith("not a device: 'gpu'\n  hint: ")
