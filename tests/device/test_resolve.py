@@ -12,9 +12,9 @@ from roundpipe.device import resolve
 from roundpipe.device.cards import Card
 from roundpipe.device.cpu import CpuDevice
 from roundpipe.device.cuda import CudaState
+from roundpipe.device.emulated import EmulatedDevice
 from roundpipe.device.fake import FakeDevice
 from roundpipe.device.resolve import Surroundings, resolve_devices
-from roundpipe.device.emulated import EmulatedDevice
 from roundpipe.errors import ConfigError, DeviceError
 from roundpipe.plan.machine_text import parse_machine
 

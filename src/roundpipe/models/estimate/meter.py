@@ -98,6 +98,8 @@ class Answering(TorchDispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation."""
+        if func is _aten._grouped_mm.default and args[0].is_meta:
+            return _grouped(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -140,10 +142,7 @@ class Meter(Answering):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation and count it."""
-        if func is _aten._grouped_mm.default and args[0].is_meta:
-            result: Any = _grouped(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = super().run(func, args, kwargs)
         self.counts.calls += 1
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = sum([self._keep(tensor) for tensor in made])
