@@ -16,7 +16,7 @@ from roundpipe.engine.measure import costs_from_sizes, measured
 from roundpipe.engine.program import Program
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.plan.check import check
-from roundpipe.plan.generators import at_start_device, forward_only, round_robin
+from roundpipe.plan.generators import at_start_device, forward_only
 from roundpipe.plan.partition import Partition
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.sim.search import Plan, Setting, choose, given
@@ -60,7 +60,9 @@ class Planner:
         on_cpu: bool,
     ) -> None:
         self._spec, self._layers = spec, layers
-        self._num_devices, self._schedule = num_devices, schedule
+        # On the CPU copies take the cores that compute, so replicas bring nothing there.
+        is_plain = schedule == "auto" and on_cpu
+        self._num_devices, self._schedule = num_devices, "round_robin" if is_plain else schedule
         self._memory_limit, self._on_cpu = memory_limit, on_cpu
         self._plans: dict[tuple[int, Partition | None], Plan] = {}
         self._lowered: dict[Kind | int, Schedule] = {}  # int: forward only, so many microbatches
@@ -99,12 +101,8 @@ class Planner:
     def training(self, kind: Kind, start_device: int) -> Program:
         """The program of one step of ``kind`` dealt from ``start_device`` on."""
         if kind not in self._lowered:
-            computation = round_robin(
-                kind.plan.partition,
-                self.costs,
-                devices=self._num_devices,
-                microbatches=kind.num_microbatches,
-                replicas=kind.plan.replicas,
+            computation = kind.plan.computation(
+                self.costs, devices=self._num_devices, microbatches=kind.num_microbatches
             )
             options = Options(
                 costs=self.costs, staleness=kind.staleness, accumulate=kind.accumulate

@@ -108,7 +108,7 @@ class RoundPipe(Wrapped):
                 num_devices=len(self._pool.devices),
                 schedule=schedule,
                 memory_limit=device_memory_limit,
-                on_cpu=all(device.torch_device.type == "cpu" for device in self._pool.devices),
+                on_cpu=self._pool.computes_on_cpu,
             )
             self._chain = Chain(self._engine, planner)
             undo.pop_all()

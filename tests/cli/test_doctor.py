@@ -19,14 +19,28 @@ from roundpipe.finetune.machines import load_machine, saved_file
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from roundpipe.plan.machine import Machine
+
 LITTLE = Effort(seconds=0.005, copy_bytes=2**20, matrix_size=256, product_seconds=1e-4)
 QUICK = Examination(
     probe=lambda device, _: Probe(device, LITTLE), host_effort=LITTLE, parameters=2**14
 )
 
 
+class Free:
+    """A reference model to which nothing makes a difference; it loads nothing."""
+
+    name = "none"
+
+    def __init__(self, measured: Machine) -> None:
+        self.measured = measured
+
+    def __call__(self, machine: Machine) -> float:
+        return 1.0
+
+
 def doctor(*words: str, **more: Any) -> int:
-    options = {"environment": {}, "how": QUICK, "told": Told(), **more}
+    options = {"environment": {}, "how": QUICK, "told": Told(), "price": Free, **more}
     return run(["devices=cpu*2", *words], **options)
 
 
@@ -87,22 +101,34 @@ def test_the_file_it_writes_is_a_machine(
 def test_json_is_all_of_it_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor("--json") == 0
     values = json.loads(capsys.readouterr().out)
-    assert set(values) == {"machine", "measured", "findings"}
+    assert set(values) == {"reference", "machine", "measured", "findings"}
     assert load_machine(values["machine"]).num_devices == 2
     assert values["measured"]["devices"][0]["is_intact"] is True
     assert {"level", "text", "price", "hint"} == set(values["findings"][0])
 
 
-def test_prices_are_asked_of_the_function_given(capsys: pytest.CaptureFixture[str]) -> None:
-    # Whatever memory does here, the optimizer is made out to be slow beside it.
-    def speed(machine: Any) -> float:
+class Pretended:
+    """Whatever memory does here, the optimizer is made out to be slow beside it."""
+
+    name = "8B, full"
+
+    def __init__(self, measured: Machine) -> None:
+        self.measured = measured
+
+    def __call__(self, machine: Machine) -> float:
         return 1.0 if machine.host.update_bandwidth else 2.0
 
-    slow = replace(QUICK, parameters=4)  # of four parameters, all is overhead
-    assert doctor(how=slow, speed=speed, reference="8B, full") == 0
+
+SLOW = replace(QUICK, parameters=4)  # of four parameters, all is overhead
+
+
+def test_prices_are_asked_of_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(how=SLOW, price=Pretended) == 0
     shown = capsys.readouterr().out
     assert "1 tokens/s now, 2 if it kept up with memory" in shown
     assert "reference model: 8B, full" in shown
+    assert doctor("--json", how=SLOW, price=Pretended) == 0
+    assert json.loads(capsys.readouterr().out)["reference"] == "8B, full"
 
 
 def test_a_device_that_changes_bytes_is_bad_environment(
@@ -110,7 +136,9 @@ def test_a_device_that_changes_bytes_is_bad_environment(
 ) -> None:
     monkeypatch.setattr(Probe, "round_trip_is_intact", lambda self: False)
     assert doctor() == 2
-    assert "broken    what is copied to cpu:0 comes back changed" in capsys.readouterr().out
+    assert (
+        "broken    cpu:0, cpu:1: what is copied there comes back changed" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("name", ["doctor", "env"])

@@ -161,18 +161,33 @@ def test_what_is_put_too_late_is_counted(rigged) -> None:
     assert rig.clock.late_seconds == pytest.approx(9.0, abs=NEAR)
 
 
-def test_what_waits_in_time_is_not_late(rigged) -> None:
+def test_what_could_not_start_before_is_not_late(rigged) -> None:
     rig = rigged()
     one, two = rig.devices
     with rig.clock.held():
-        rig.put(1, "compute", Load(1.0))
+        rig.put(1, "a", Load(1.0))
+        rig.put(1, "b", Load(1.0))
         long = rig.put(0, "compute", Load(10.0))
-        two.wait("compute", one.record("compute"))
-        rig.put(1, "compute", Load(1.0))
-    long.wait()  # complete when it is waited for once more
-    two.wait("compute", long)
-    rig.span(rig.put(1, "compute", Load(1.0)))
-    assert rig.clock.late_seconds == 0.0
+        two.wait("a", one.record("compute"))
+        rig.put(0, "compute", Load(10.0))
+    long.wait()
+    with rig.clock.held():
+        at = rig.clock.now - rig.start  # 10, or 20 if this thread was slow
+        two.wait("b", long)  # it is complete: nothing is put
+        waited, known = rig.put(1, "a", Load(1.0)), rig.put(1, "b", Load(1.0))
+    assert rig.span(waited)[1] == rig.span(known)[1]
+    assert rig.clock.late_seconds == pytest.approx(2 * (at - 10.0), abs=NEAR)
+
+
+def test_after_standing_still_time_goes_no_faster(rigged) -> None:
+    rig = rigged(time_scale=0.01)
+    rig.put(0, "compute", Load(1.0)).wait()
+    idle = time.perf_counter() + 0.1
+    while time.perf_counter() < idle:
+        pass
+    begin = time.perf_counter()
+    rig.put(0, "compute", Load(10.0)).wait()
+    assert time.perf_counter() - begin >= 0.095
 
 
 def test_real_time_passes_as_the_scale_says_at_least(rigged) -> None:

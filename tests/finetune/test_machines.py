@@ -67,7 +67,5 @@ def test_this_machine_uses_what_was_measured_on_it(tmp_path: Path) -> None:
 def test_a_saved_file_that_cannot_be_read_says_how_to_make_it_anew(tmp_path: Path) -> None:
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     write_machine(saved_file(environment), "cards: 7\n")
-    with pytest.raises(
-        ConfigError, match=r"cannot use the saved .*not a list of cards"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot use the saved .*not a list of cards"):
         saved_machine(environment)

@@ -255,7 +255,8 @@ def test_a_tied_parameter_is_updated_once_with_both_gradients():
     for layer in layers:
         buffer = torch.empty(layer.slot_gradient_layout.num_bytes, dtype=torch.uint8)
         layer.slot_gradient_layout.view(buffer)["t"].fill_(0.25)
-        layer.add_partial_(["t"], buffer)
+        for owner, name, view in layer.partials(["t"], buffer):
+            layers[owner].add_partials_({name: [view]})
     HostOptimizer(optimizer, layers).begin().update_whole()
     assert table.tolist() == [0.5] * 4
 

@@ -88,7 +88,7 @@ def test_a_card_on_four_lanes_has_a_price_in_tokens() -> None:
     there = replace(there, links=(link,), link_cap=None)
     first, *_ = judge(readings(device), there, speed)
     assert first.level is Level.SLOW
-    assert first.text == "cuda:0 is attached with 4 of its 16 lanes: 6.2 GB/s up, 6.1 GB/s down"
+    assert first.text == "cuda:0: attached with 4 of 16 lanes, 6.2 GB/s up and 6.1 GB/s down"
     assert first.price == f"{speed(there):,.0f} tokens/s now, 24,149 with 16 lanes"
     assert "slot" in first.hint
     assert not any("where PCIe" in each.text for each in judge(readings(device), there, speed))
@@ -97,7 +97,7 @@ def test_a_card_on_four_lanes_has_a_price_in_tokens() -> None:
 def test_an_older_slot_is_noted() -> None:
     [finding] = bad(lanes=replace(GOOD.lanes, generation=3))
     assert finding.level is Level.NOTE
-    assert finding.text == "cuda:0 runs PCIe 3.0 in this slot, the card could 4.0"
+    assert finding.text == "cuda:0: PCIe 3.0 in this slot, the card could 4.0"
     assert "with PCIe 4.0" in finding.price
 
 
@@ -107,7 +107,7 @@ def test_a_link_below_its_lanes_is_slow() -> None:
         pageable=CopyRates(up=9e9, down=9e9, duplex=0.9),
     )
     assert finding.level is Level.SLOW
-    assert "reach 9 GB/s where PCIe 4.0 with 16 lanes gives 25 GB/s" in finding.text
+    assert "copies reach 9 GB/s where PCIe 4.0 with 16 lanes gives 25 GB/s" in finding.text
 
 
 def test_lanes_that_are_not_known_are_not_judged() -> None:
@@ -132,7 +132,7 @@ def test_pinned_memory_slower_than_pageable_is_wrong() -> None:
 
 def test_both_ways_at_once_are_noted_when_they_lose_much() -> None:
     [finding] = bad(pinned=replace(PINNED, duplex=0.5))
-    assert "keeps 50% of its rate" in finding.text
+    assert "each way keeps 50% of its rate" in finding.text
     assert finding.level is Level.NOTE
 
 
@@ -147,7 +147,7 @@ def test_a_changed_byte_is_the_worst_and_comes_first() -> None:
         Level.NOTE,
         Level.NOTE,
     ]
-    assert found[0].text.startswith("what is copied to cuda:2 comes back changed")
+    assert found[0].text.startswith("cuda:2: what is copied there comes back changed")
 
 
 def test_a_foreign_process_is_named_with_what_it_holds() -> None:
@@ -163,7 +163,7 @@ def test_a_foreign_process_is_named_with_what_it_holds() -> None:
     )
     [finding, _] = judge(readings(device), there, fits)
     assert finding.text == (
-        "another process, python (4242), holds 15 GB of cuda:0: 8 GB of 24 GB are free"
+        "cuda:0: another process holds memory, python (4242, 15 GB); 8 GB of 24 GB are free"
     )
     assert finding.price == "the reference model does not fit now; 1,000 tokens/s without it"
     assert "kill 4242" in finding.hint
@@ -171,7 +171,7 @@ def test_a_foreign_process_is_named_with_what_it_holds() -> None:
 
 def test_a_process_whose_memory_is_not_told_is_named_too() -> None:
     [finding] = bad(processes=(OtherProcess(pid=7, name="x", num_bytes=None),))
-    assert "holds memory of cuda:0" in finding.text
+    assert "holds memory, x (7); " in finding.text
 
 
 def test_a_low_power_limit_is_said_once_with_its_price() -> None:
@@ -179,14 +179,14 @@ def test_a_low_power_limit_is_said_once_with_its_price() -> None:
     there = replace(machine(), cards=(replace(machine().cards[0], flops=slow),))
     device = replace(GOOD, flops=slow, power_limit=250.0)
     [finding, _] = judge(readings(device), there, lambda of: of.cards[0].flops["bf16"] / 1e12)
-    assert finding.text == "cuda:0 may draw 250 of its 450 W: 74.3 TFLOP/s in bf16"
-    assert finding.price == "74 tokens/s now, 149 at its usual rate"
+    assert finding.text == "cuda:0: may draw 250 of 450 W, 74.3 TFLOP/s in bf16"
+    assert finding.price == "74 tokens/s now, 149 at the usual rate"
     assert finding.hint == "nvidia-smi -i 0 -pl 450"
 
 
 def test_a_card_that_computes_slowly_is_named() -> None:
     [finding] = bad(flops={key: rate / 2 for key, rate in USUAL.items()})
-    assert "74.3 TFLOP/s in bf16 where a RTX 4090 usually reaches 149" in finding.text
+    assert "74.3 TFLOP/s in bf16 where RTX 4090 usually reaches 149" in finding.text
     assert bad(flops={key: rate * 0.9 for key, rate in USUAL.items()}) == []
 
 
@@ -213,9 +213,37 @@ def test_a_card_at_another_memory_node_costs_the_difference() -> None:
         for finding in judge(readings(near, far, host=host), there, speed)
         if "memory node" in finding.text
     ]
-    assert finding.text.startswith("cuda:1 is near memory node 1, but this process runs on node 0")
+    assert finding.text.startswith("cuda:1: near memory node 1, but this process runs on node 0")
     assert "with memory that is near" in finding.price
     assert "--cpunodebind=1 --membind=1" in finding.hint
+
+
+def test_cards_that_are_alike_are_said_and_priced_together() -> None:
+    four = replace(GOOD.lanes, used=4)
+    cards = [
+        replace(GOOD, name="cuda:0", lanes=four, pinned=CopyRates(up=6e9, down=6e9, duplex=0.9)),
+        replace(GOOD, name="cuda:1"),
+        replace(GOOD, name="cuda:2", lanes=four, pinned=CopyRates(up=5e9, down=6e9, duplex=0.9)),
+        replace(GOOD, name="cuda:3", lanes=replace(four, used=8)),
+    ]
+    asked: list[Machine] = []
+
+    def asking(of: Machine) -> float:
+        asked.append(of)
+        return 1.0
+
+    found = judge(readings(*(replace(card, pageable=None) for card in cards)), machine(4), asking)
+    told = [finding.text for finding in found if "lanes" in finding.text]
+    assert told[0] == "cuda:0, cuda:2: attached with 4 of 16 lanes, 5 GB/s up and 6 GB/s down"
+    assert told[1].startswith("cuda:3: attached with 8 of 16 lanes")
+    before, after = machine(4), asked[1]
+    assert [new.up / old.up for new, old in zip(after.links, before.links, strict=True)] == [
+        4,
+        1,
+        4,
+        1,
+    ]
+    assert after.link_cap == (before.link_cap or 0) + 6 * before.links[0].up
 
 
 def test_a_process_on_all_nodes_is_near_every_card() -> None:
@@ -227,11 +255,12 @@ def test_a_process_on_all_nodes_is_near_every_card() -> None:
 @pytest.mark.parametrize(("together", "is_said"), [(48e9, False), (20e9, True), (None, False)])
 def test_links_that_share_something_are_told(together: float | None, is_said: bool) -> None:
     there = replace(machine(2), link_cap=20e9)
-    other = replace(GOOD, name="cuda:1")
+    other = replace(GOOD, name="cuda:1", lanes=replace(GOOD.lanes, generation=3))  # a note
     found = judge(readings(GOOD, other, all_links=together), there, speed)
     told = [finding for finding in found if "all links at once" in finding.text]
     assert bool(told) is is_said
     if told:
+        assert found[0] is told[0]  # before the notes
         assert "one by one 50 GB/s" in told[0].text
         assert "if they did not" in told[0].price
 

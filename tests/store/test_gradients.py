@@ -9,17 +9,17 @@ LAYOUT = Layout.of([("a", (4,), torch.bfloat16), ("b", (3,), torch.bfloat16)])
 
 def test_256_tiny_bf16_contributions_do_not_vanish():
     gradients = Gradients(LAYOUT)
-    gradients.add_("a", torch.ones(4))
+    gradients.add_("a", [torch.ones(4)])
     tiny = torch.full((4,), 2.0**-10, dtype=torch.bfloat16)  # 1 + 2**-10 rounds to 1 in bf16
     for _ in range(256):
-        gradients.add_("a", tiny.float())
+        gradients.add_("a", [tiny.float()])
     assert gradients.take()["a"].tolist() == [1.25] * 4
 
 
 def test_the_first_contribution_of_a_step_replaces_what_the_last_step_left():
     gradients = Gradients(LAYOUT)
     for step in range(3):
-        gradients.add_("a", torch.full((4,), float(step)))
+        gradients.add_("a", [torch.full((4,), float(step))])
         assert gradients.take()["a"].tolist() == [float(step)] * 4
         gradients.clear()
 
@@ -35,16 +35,16 @@ def test_only_what_arrived_is_taken():
 
 def test_nothing_arrives_between_take_and_clear():
     gradients = Gradients(LAYOUT)
-    gradients.add_("a", torch.ones(4))
+    gradients.add_("a", [torch.ones(4)])
     assert gradients.state is GradientState.FILLING
     gradients.take()
     with pytest.raises(AssertionError, match="taken"):
-        gradients.add_("a", torch.ones(4))
+        gradients.add_("a", [torch.ones(4)])
     with pytest.raises(AssertionError, match="taken"):
         gradients.mark_received(["b"])
     gradients.clear()
     assert gradients.state is GradientState.EMPTY
-    gradients.add_("a", torch.ones(4))
+    gradients.add_("a", [torch.ones(4)])
 
 
 def test_memory_is_allocated_once_and_in_the_dtype_of_the_policy():
@@ -62,13 +62,13 @@ def test_a_second_call_widens_what_the_first_one_downloaded_and_never_narrows_it
     gradients = Gradients(LAYOUT)
     gradients.allocate(partial_sums=False).views["a"].fill_(2.0)
     gradients.mark_received(["a"])
-    gradients.add_("a", torch.ones(4))
+    gradients.add_("a", [torch.ones(4)])
     assert gradients.take()["a"].tolist() == [3.0] * 4
     assert gradients.allocate(partial_sums=False).views["a"].dtype == torch.float32
 
 
 def test_fp64_adds_up_in_fp64():
     gradients = Gradients(Layout.of([("a", (1,), torch.float64)]))
-    gradients.add_("a", torch.tensor([1.0], dtype=torch.float64))
-    gradients.add_("a", torch.tensor([2.0**-40], dtype=torch.float64))
+    gradients.add_("a", [torch.tensor([1.0], dtype=torch.float64)])
+    gradients.add_("a", [torch.tensor([2.0**-40], dtype=torch.float64)])
     assert gradients.take()["a"].item() == 1.0 + 2.0**-40

@@ -65,8 +65,9 @@ def test_partial_sums_of_a_visit_are_added_for_the_names_that_got_one():
     views = layer.slot_gradient_layout.view(buffer)
     views["full"].fill_(1.0)
     views["half"].fill_(float("nan"))  # never written: its bytes mean nothing
-    layer.add_partial_(["full"], buffer)
-    layer.add_partial_(["full"], buffer)
+    found = list(layer.partials(["full"], buffer))
+    assert [(owner, name) for owner, name, _ in found] == [(layer.index, "full")]
+    layer.add_partials_({"full": [view for _, _, view in found * 2]})
     assert layer.received == {"full"}
     assert layer.gradient("full").tolist() == [2.0] * 7
     assert layer.gradient("half") is None
@@ -119,7 +120,8 @@ def test_gradients_of_both_uses_of_a_tied_tensor_add_up_at_its_owner():
         buffer = torch.zeros(layer.slot_gradient_layout.num_bytes, dtype=torch.uint8)
         for view in layer.slot_gradient_layout.view(buffer).values():
             view.fill_(1.5)
-        layer.add_partial_(layer.gradient_owners, buffer)
+        for owner, name, view in layer.partials(layer.gradient_owners, buffer):
+            layers[owner].add_partials_({name: [view]})
     assert layers[2].gradient_owners == {"norm": layers[2], "table": layers[0]}
     assert torch.equal(layers[0].gradient("table"), torch.full((9, 4), 3.0))
     assert layers[0].received == {"table"}

@@ -18,15 +18,16 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.examine import Examination, Told, ask_tool
 from roundpipe.finetune.machines import machine_text, saved_file, write_machine
 from roundpipe.finetune.parse import parse_argv
+from roundpipe.finetune.reference import Reference
 from roundpipe.plan.machine_file import machine_mapping
 from roundpipe.report.doctor import Level, judge
 from roundpipe.report.doctor_text import doctor_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roundpipe.plan.machine import Machine
-    from roundpipe.report.doctor import Finding, Speed
+    from roundpipe.report.doctor import Finding
     from roundpipe.report.readings import Readings
 
 _KEYS = ("devices", "output", "save", "json")
@@ -72,10 +73,12 @@ def run(
     environment: Mapping[str, str],
     how: Examination | None = None,
     told: Told | None = None,
-    speed: Speed | None = None,
-    reference: str = "",
+    price: Callable[[Machine], Reference] = Reference,
 ) -> int:
-    """Run the command; the exit code is 2 where a device cannot be trusted."""
+    """Run the command; the exit code is 2 where a device cannot be trusted.
+
+    ``price`` makes the speed of a reference model on machines like the measured one.
+    """
     wish = read_wish(arguments)
     told = told or ask_tool()
     examination = how or Examination(say=lambda what: typer.echo(f"{what} …", err=True))
@@ -85,15 +88,17 @@ def run(
     finally:
         for device in devices:
             device.close()
-    findings = judge(readings, machine, speed)
+    reference = price(machine)
+    findings = judge(readings, machine, reference)
+    name = reference.name if any(finding.price for finding in findings) else ""
     text = machine_text(machine, json.loads(json.dumps(readings.plain())))
     files = [file for file in (wish.output, saved_file(environment) if wish.save else None) if file]
     for file in files:
         write_machine(file, text)
     if wish.as_json:
-        typer.echo(json.dumps(_as_values(readings, machine, findings), indent=2))
+        typer.echo(json.dumps(_as_values(readings, machine, findings, name), indent=2))
     else:
-        for line in doctor_lines(readings, machine, findings, reference=reference):
+        for line in doctor_lines(readings, machine, findings, reference=name):
             typer.echo(line)
         typer.echo("")
         for file in files:
@@ -104,8 +109,11 @@ def run(
     return 2 if any(finding.level is Level.BROKEN for finding in findings) else 0
 
 
-def _as_values(readings: Readings, machine: Machine, findings: Sequence[Finding]) -> dict[str, Any]:
+def _as_values(
+    readings: Readings, machine: Machine, findings: Sequence[Finding], reference: str
+) -> dict[str, Any]:
     return {
+        "reference": reference or None,
         "machine": machine_mapping(machine),
         "measured": readings.plain(),
         "findings": [

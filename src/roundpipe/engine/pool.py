@@ -63,6 +63,12 @@ class DevicePool:
         """Whether its devices are those of an emulated machine."""
         return isinstance(self.host, EmulatedDevice)
 
+    @property
+    def computes_on_cpu(self) -> bool:
+        """Whether every device really computes on this machine's processor."""
+        on_cpu = all(device.torch_device.type == "cpu" for device in self.devices)
+        return on_cpu and not self.is_emulated
+
     def worker(self, name: int) -> Worker:
         """The thread that issues for a device, ``HOST`` or ``RESULTS``."""
         return self._workers[name]

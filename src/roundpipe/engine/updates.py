@@ -34,12 +34,19 @@ def merge_partials(
     action: Action,
     partials: dict[tuple[int, int], Tensor],
 ) -> None:
-    """``M``: add what a visit brought down to the gradients of its parameters' owners."""
-    visit = run.program.schedule.visits[action.index]
-    for index in partial_layers(run, visit):
-        if (visit.number, index) in partials:
-            names = run.received[visit.number, index]
-            layers[index].add_partial_(names, partials[visit.number, index])
+    """``M``: add up, in the order of visits, what came for owners whose last gradient is there."""
+    schedule = run.program.schedule
+    found: dict[int, dict[str, list[Tensor]]] = {owner: {} for owner in schedule.owners[action]}
+    for number in schedule.addends[action]:
+        for index in partial_layers(run, schedule.visits[number]):
+            if (number, index) not in partials:
+                continue
+            names = run.received[number, index]
+            for owner, name, view in layers[index].partials(names, partials[number, index]):
+                if owner in found:
+                    found[owner].setdefault(name, []).append(view)
+    for owner, by_name in found.items():
+        layers[owner].add_partials_(by_name)
 
 
 class Update:

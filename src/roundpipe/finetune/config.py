@@ -19,11 +19,18 @@ from roundpipe.finetune.parse import parse_argv, read_file
 from roundpipe.finetune.translate import KNOWN, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
-__all__ = ["DatasetEntry", "TrainConfig", "dump_config", "load_config", "make_config"]
+__all__ = [
+    "DatasetEntry",
+    "TrainConfig",
+    "dump_config",
+    "layered_config",
+    "load_config",
+    "make_config",
+]
 
 _REQUIRED = {
     "model_name_or_path": "model=FOLDER, a hub id or a GGUF file",
@@ -53,6 +60,16 @@ def load_config(
     file, command_line = parse_argv(argv, known=KNOWN)
     in_file = read_file(file) if file is not None else {}
     return _make(in_file, command_line, environment)
+
+
+def layered_config(
+    file: Mapping[str, Any], command_line: Mapping[str, Any], count_devices: Callable[[Any], int]
+) -> tuple[TrainConfig, list[str]]:
+    """Like `load_config`, from two layers of keys that are read already.
+
+    ``count_devices(devices)`` is asked where a batch is given per device.
+    """
+    return _checked(*translate(file, command_line, count_devices))
 
 
 def make_config(
@@ -87,7 +104,10 @@ def _make(
     def count(devices: Any) -> int:
         return _count_devices(devices, environment)
 
-    values, notes = translate(file, command_line, count)
+    return _checked(*translate(file, command_line, count))
+
+
+def _checked(values: dict[str, Any], notes: list[str]) -> tuple[TrainConfig, list[str]]:
     try:
         config = TrainConfig.model_validate(values)
     except ValidationError as problem:

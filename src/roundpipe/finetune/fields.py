@@ -160,6 +160,10 @@ class TrainConfig(BaseModel):
     device_memory_limit: Positive | None = Field(
         None, description="bytes of each device that may be used, e.g. 20GB"
     )
+    machine: str | dict[str, Any] | None = Field(
+        None,
+        description="what is planned for, e.g. 8x4090,512GB, or a machine file; none: this one",
+    )
 
     # misc
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(42, description="of everything random")

@@ -1,8 +1,9 @@
 """How fast a reference model would train on a machine: what doctor's findings are priced with.
 
 The first of a few well-known jobs that the measured machine can hold is the reference; every price
-of one report is of the same job. Estimated from its config alone and played by the planner, so a
-price is worth as much as a plan. Nothing is loaded before the first price is asked for.
+of one report is of the same job. It is estimated from its config alone. A plan is searched for the
+machine as measured; on a machine with other links or memory that plan and a fresh round-robin are
+played, and the quicker one counts. Nothing is loaded before the first price is asked for.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from roundpipe.models.estimate.build import count
 from roundpipe.models.estimate.config import find_config, make_config
 from roundpipe.models.estimate.costs import Job, costs
 from roundpipe.models.estimate.method import Method
-from roundpipe.sim.search import Setting, choose
+from roundpipe.sim.score import Scores
+from roundpipe.sim.search import Plan, Setting, choose
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from roundpipe.models.estimate.method import MethodName
     from roundpipe.models.estimate.profile import Profile
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.machine import Machine
+
+    Load = Callable[[str, MethodName, int], Profile]
 
 _LENGTH = 2048
 _MICROBATCHES_EACH = 4  # for each device, and 16 at least
@@ -34,21 +40,36 @@ _JOBS: tuple[tuple[str, MethodName], ...] = (
 )
 
 
+def load_profile(model: str, method: MethodName, bits: int) -> Profile:
+    """Count a well-known model; takes a second or two."""
+    name, fields = find_config(model)
+    return count(make_config(fields), Method(name=method), name=name, bits=bits)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The job of a report, and its plan on the measured machine; None: it has no room there."""
+
+    profile: Profile
+    plan: Plan | None
+
+
 @dataclass
 class Reference:
-    """A speed that can be asked of machines like ``measured``; tokens per second, None: no room.
+    """A speed that can be asked of machines like ``measured``: tokens per second, None: no room.
 
     Dtype: bf16 where every card has it, else fp16; fp32 on the CPU.
     """
 
     measured: Machine
-    _profile: Profile | None = None
+    load: Load = load_profile
+    _chosen: _Chosen | None = None
     _known: list[tuple[Machine, float | None]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """Which job it is, in a few words."""
-        profile, job = self._chosen(), self._job
+        profile, job = self._choice().profile, self._job
         return (
             f"{profile.name}, {profile.method}, {job.dtype}, {self._microbatches} × "
             f"{job.length:,} tokens a step"
@@ -59,7 +80,9 @@ class Reference:
         for known, speed in self._known:
             if known == machine:
                 return speed
-        speed = self._speed(self._chosen(), machine)
+        seconds = self._seconds(machine)
+        tokens = self._microbatches * self._job.microbatch_size * self._job.length
+        speed = None if seconds is None else tokens / seconds
         self._known.append((machine, speed))
         return speed
 
@@ -75,41 +98,54 @@ class Reference:
     def _microbatches(self) -> int:
         return max(16, _MICROBATCHES_EACH * self.measured.num_devices)
 
-    def _chosen(self) -> Profile:
+    def _choice(self) -> _Chosen:
         """The first job that the measured machine can hold; else the last."""
-        if self._profile is None:
+        if self._chosen is None:
             for model, method in _JOBS:
-                profile = _profile(model, method, bits=self._job.bits)
-                if self._speed(profile, self.measured) is not None:
+                profile = self.load(model, method, self._job.bits)
+                setting = self._setting(profile, self.measured)
+                plan = None if setting is None else _plan(setting, "auto")
+                if plan is not None:
                     break
-            self._profile = profile
-        return self._profile
+            self._chosen = _Chosen(profile, plan)
+        return self._chosen
 
-    def _speed(self, profile: Profile, machine: Machine) -> float | None:
+    def _seconds(self, machine: Machine) -> float | None:
+        chosen = self._choice()
+        setting = self._setting(chosen.profile, machine)
+        if setting is None:
+            return None
+        if chosen.plan is not None and machine == self.measured:
+            return chosen.plan.seconds
+        quick = chosen.plan is not None and machine.cards == self.measured.cards
+        fresh = _plan(setting, "round_robin" if quick else "auto")
+        tried = [math.inf if fresh is None else fresh.seconds]
+        if chosen.plan is not None:
+            tried.append(Scores(setting).of(chosen.plan.candidate))
+        return min(tried) if math.isfinite(min(tried)) else None
+
+    def _setting(self, profile: Profile, machine: Machine) -> Setting | None:
+        """What is planned for; None if the host has no room."""
         each = [costs(profile, card, self._job) for card in machine.cards]
         needed = sum(layer.pinned_bytes + layer.pageable_bytes for layer in each[0].layers)
         if needed > machine.host.memory_bytes:
             return None
         work = [_work(of) for of in each]
-        setting = Setting(
+        return Setting(
             costs=each[0],
             devices=machine.num_devices,
             microbatches=self._microbatches,
             machine=machine,
             speeds=tuple(work[0] / seconds for seconds in work),
         )
-        try:
-            seconds = choose(setting).seconds
-        except (PlanError, ConfigError):
-            return None
-        if not math.isfinite(seconds):
-            return None
-        return self._microbatches * self._job.microbatch_size * self._job.length / seconds
 
 
-def _profile(model: str, method: MethodName, *, bits: int) -> Profile:
-    name, fields = find_config(model)
-    return count(make_config(fields), Method(name=method), name=name, bits=bits)
+def _plan(setting: Setting, name: str) -> Plan | None:
+    try:
+        plan = choose(setting, name)
+    except (PlanError, ConfigError):
+        return None
+    return plan if math.isfinite(plan.seconds) else None
 
 
 def _work(of: Costs) -> float:

@@ -27,7 +27,7 @@ class Op(enum.Enum):
     GRADIENT_IN = "G"  # gradient of a boundary, host -> device
     GRADIENT_OUT = "g"  # gradient of a boundary, device -> host
     DOWNLOAD = "O"  # gradients of a visit's parameters, device -> host
-    MERGE = "M"  # add a visit's downloaded partial gradients, on the host
+    MERGE = "M"  # add up partial gradients, of which a visit brought the last, on the host
     NORM = "N"  # norm of a layer's gradient, on the host
     UPDATE = "S"  # optimizer update of a layer, on the host
     PUBLISH = "P"  # master weights -> working weights of a layer, on the host

@@ -93,19 +93,22 @@ def _upload(
 
 
 def add_gradients(base: Schedule, before: Schedule | None, options: Options) -> Schedule:
-    """Download each visit's gradients once; add up on the host, in visit order, where several come.
+    """Download each visit's gradients once; add up on the host where several come.
 
-    A visit's first backward waits for its gradient slot as uploads do for theirs.
+    All of an owner's are added up at once, in visit order, when the last one is there: each is
+    then read once and the sum is written once. A visit's first backward waits for its gradient slot
+    as uploads do for theirs.
     """
     draft = Draft.of(base, before)
     owners, chunks = dict(base.owners), dict(base.chunks)
     merged = _merged_owners(base, options)
+    givers = _givers(base, options.costs, merged)
     for device in range(base.num_devices):
         visits = [item for item in draft.visits(device) if _trained(options.costs, item[0])]
         for at, (visit, is_before) in enumerate(visits):
             if is_before:
                 continue
-            sent = _download(draft, visit, options, merged)
+            sent = _download(draft, visit, options, givers)
             owners.update(sent)
             chunks[Op.DOWNLOAD, visit.number] = len(sent)
 
@@ -116,14 +119,27 @@ def add_gradients(base: Schedule, before: Schedule | None, options: Options) -> 
             if at >= 2:  # else two turns ago is two steps back, which the upload has awaited
                 writer = visit.compute(visit.microbatches[0])[-1]
                 draft.waits[writer] += two_turns_ago(visits, at, last_download)
+    addends = {}
     for visit in base.visits:
-        partial = tuple(owner for owner in _trained(options.costs, visit) if owner in merged)
-        if partial:
+        whole = tuple(owner for owner, visits in givers.items() if visits[-1] is visit)
+        if whole:
             merge = Action(Op.MERGE, visit.number)
-            taken = [Action(Op.UPDATE, owner, before=True) for owner in partial]
-            draft.put("sums", merge, [_last_download(visit, chunks), *taken])
-            owners[merge] = partial
-    return draft.done(owners=owners, chunks=chunks)
+            added = {other.number: other for owner in whole for other in givers[owner]}
+            brought = [_last_download(added[number], chunks) for number in sorted(added)]
+            taken = [Action(Op.UPDATE, owner, before=True) for owner in whole]
+            draft.put("sums", merge, [*brought, *taken])
+            owners[merge], addends[merge] = whole, tuple(sorted(added))
+    return draft.done(owners=owners, chunks=chunks, addends=addends)
+
+
+def _givers(base: Schedule, costs: Costs, merged: set[int]) -> dict[int, list[Visit]]:
+    """For each owner whose gradient is added up the visits that give some, in order."""
+    givers: dict[int, list[Visit]] = {}
+    for visit in base.visits:
+        for owner in _trained(costs, visit):
+            if owner in merged:
+                givers.setdefault(owner, []).append(visit)
+    return givers
 
 
 def _trained(costs: Costs, visit: Visit) -> tuple[int, ...]:
@@ -139,14 +155,15 @@ def _last_download(visit: Visit, chunks: Mapping[tuple[Op, int], int]) -> Action
 
 
 def _download(
-    draft: Draft, visit: Visit, options: Options, merged: set[int]
+    draft: Draft, visit: Visit, options: Options, givers: Mapping[int, list[Visit]]
 ) -> dict[Action, tuple[int, ...]]:
     """Put the chunks of one visit's gradients; returns the owners whose gradient each writes."""
     trained = _trained(options.costs, visit)
-    direct = tuple(owner for owner in trained if owner not in merged)
+    direct = tuple(owner for owner in trained if owner not in givers)
     taken = [Action(Op.UPDATE, owner, before=True) for owner in direct]
-    if direct != trained:
-        taken.append(Action(Op.MERGE, visit.number, before=True))
+    # What the step before brought must have been added up before it is written over.
+    added = {givers[owner][-1].number for owner in trained if owner in givers}
+    taken += [Action(Op.MERGE, number, before=True) for number in sorted(added)]
     windows = _windows_after(draft.base, visit)
     total = sum(options.costs.layers[layer].gradient_bytes for layer in visit.layers)
     count = _num_chunks(total, len(windows), options)

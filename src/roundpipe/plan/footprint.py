@@ -75,7 +75,7 @@ class Footprints:
                 key = (visit.number, microbatch)
                 self._turn[key] = _next(running.microbatches, device, 1)
         self.turns_after = running
-        self._merged = {action.index for _, action in schedule.actions() if action.op is Op.MERGE}
+        self._merged = {visit for visits in schedule.addends.values() for visit in visits}
 
     def of(self, action: Action) -> Footprint:
         """What ``action`` touches."""
@@ -108,7 +108,9 @@ class Footprints:
             return Footprint(tuple(("weights", owner) for owner in owners), (slot,))
         gradients = tuple(("gradient", owner) for owner in owners)
         if action.op is Op.MERGE:
-            return Footprint((("partial", visit.number),), gradients)
+            return Footprint(
+                tuple(("partial", number) for number in self.schedule.addends[action]), gradients
+            )
         partial = (("partial", visit.number),) if visit.number in self._merged else ()
         return Footprint((("sums", visit.device, self.sums[visit.number]),), (*gradients, *partial))
 

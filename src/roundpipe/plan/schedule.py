@@ -91,6 +91,7 @@ class Schedule:
     resident_gradient: frozenset[tuple[int, int]] = frozenset()  # so is the gradient it takes
     keeps_gradient: frozenset[tuple[int, int]] = frozenset()  # the gradient it gives stays there
     owners: Mapping[Action, tuple[int, ...]] = field(default_factory=dict)  # layers of U, O, M
+    addends: Mapping[Action, tuple[int, ...]] = field(default_factory=dict)  # visits that M adds up
     chunks: Mapping[tuple[Op, int], int] = field(default_factory=dict)  # of U and O, by visit
     order: tuple[Action, ...] = ()
 

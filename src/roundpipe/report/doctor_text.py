@@ -45,17 +45,17 @@ def doctor_lines(
 
 def _device(device: DeviceReadings, width: int) -> list[str]:
     rates = " · ".join(f"{key} {rate / 1e12:.3g}" for key, rate in device.flops.items())
-    free = f"{write_bytes(device.free_bytes)} of {write_bytes(device.total_bytes)} free"
-    what = f"{free} · " if not device.is_cpu else ""
-    copies = f"copies {_copies(device.pinned)}"
-    if device.pageable is not None:
-        copies += f" · pageable {_copies(device.pageable)}"
+    free = f" · {write_bytes(device.free_bytes)} of {write_bytes(device.total_bytes)} free"
     intact = "comes back intact" if device.is_intact else "COMES BACK CHANGED"
-    return [
-        f"{device.name:<{width}}  {device.card} · {what}{rates} TFLOP/s · "
-        f"memory {write_rate(device.bandwidth)}",
-        f"{'':<{width}}  {copies} · what is sent {intact}",
+    lines = [
+        f"{device.card}{'' if device.is_cpu else free} · memory {write_rate(device.bandwidth)}",
+        f"{rates} TFLOP/s",
+        f"copies {_copies(device.pinned)} · what is sent {intact}",
     ]
+    if device.pageable is not None:
+        lines.append(f"pageable {_copies(device.pageable)}")
+    names = [device.name, *[""] * (len(lines) - 1)]
+    return [f"{name:<{width}}  {line}" for name, line in zip(names, lines, strict=True)]
 
 
 def _copies(rates: CopyRates) -> str:

@@ -203,7 +203,9 @@ class _Builder:
         self.givers: dict[tuple[int, int], int] = {}
         self.merged = _merged(self.costs, player.visits)
         self.shapes = [self.shape(visit) for visit in player.visits]
-        self.seen: set[int] = set()
+        self.addends = self._addends()
+        self.brought: dict[int, list[int]] = {}  # by owner the downloads of this step
+        self.sums_before: dict[int, int] = {}  # by owner what added up its gradient a step before
 
     def trained(self, visit: Visit) -> tuple[int, ...]:
         """Owners whose gradient the visit adds to."""
@@ -226,12 +228,22 @@ class _Builder:
     def build(self) -> None:
         """All steps."""
         for step in range(self.player.num_steps):
-            self.makers, self.givers, self.seen = {}, {}, set()
+            self.makers, self.givers, self.brought = {}, {}, {}
             gives: dict[int, tuple[int, int]] = {}  # owner -> (visit, node that makes it whole)
             uploads: dict[int, list[tuple[int, int]]] = {}
             for visit, shape in zip(self.player.visits, self.shapes, strict=True):
                 self.visit(step, visit, shape, gives, uploads)
             self.step_end(gives, uploads)
+            self.sums_before = {o: node for o, (_, node) in gives.items() if o in self.merged}
+
+    def _addends(self) -> dict[int, list[int]]:
+        """For each owner whose gradient is added up the visits that give some, in order."""
+        found: dict[int, list[int]] = {}
+        for visit in self.player.visits:
+            for owner in self.trained(visit):
+                if owner in self.merged:
+                    found.setdefault(owner, []).append(visit.number)
+        return found
 
     def visit(
         self,
@@ -297,7 +309,6 @@ class _Builder:
     ) -> None:
         """Down they come; what several visits bring is added up in their order."""
         player, layers = self.player, self.costs.layers
-        partial = [owner for owner in trained if owner in self.merged]
         size = sum(
             layers[n].gradient_bytes
             if any(owner in self.merged for owner in self.costs.owners_trained(n))
@@ -305,26 +316,32 @@ class _Builder:
             for n in visit.layers
         )
         taken = [self.updates.get(owner) for owner in trained if owner not in self.merged]
+        taken += [self.sums_before.get(owner) for owner in trained if owner in self.merged]
         down = Road(device, up=False)
         last = player.add(size, down, [self.last_download.get(device), compute, *taken])
         self.last_download[device] = last
         self.downloads[device].append(last)
-        if partial:
-            last = self.sums = player.add(
-                self._sum_bytes(visit),
-                after=[self.sums, last, *(self.updates.get(owner) for owner in partial)],
-            )
         for owner in trained:
+            self.brought.setdefault(owner, []).append(last)
             gives[owner] = visit.number, last
+        whole = [o for o in trained if o in self.merged and self.addends[o][-1] == visit.number]
+        if whole:
+            brought = dict.fromkeys(node for owner in whole for node in self.brought[owner])
+            self.sums = player.add(
+                self._sum_bytes(whole),
+                after=[self.sums, *brought, *(self.updates.get(owner) for owner in whole)],
+            )
+            for owner in whole:
+                gives[owner] = visit.number, self.sums
 
-    def _sum_bytes(self, visit: Visit) -> float:
-        total = 0.0
-        for layer in visit.layers:
-            is_first = layer not in self.seen
-            self.seen.add(layer)
-            prices = self.player.prices
-            traffic = prices.first_sum_traffic if is_first else prices.sum_traffic
-            total += traffic * self.costs.layers[layer].gradient_bytes
+    def _sum_bytes(self, whole: Sequence[int]) -> float:
+        """Each visit's share of the owners that are added up is read, each owner's sum written."""
+        layers, costs, wanted = self.costs.layers, self.costs, set(whole)
+        total = float(sum(layers[owner].gradient_bytes for owner in wanted))
+        for number in {number for owner in whole for number in self.addends[owner]}:
+            for layer in self.player.visits[number].layers:
+                if wanted & set(costs.owners_trained(layer)):
+                    total += layers[layer].gradient_bytes
         return total
 
     def step_end(

@@ -36,16 +36,14 @@ NOTHING = Work()
 class Prices:
     """From costs to work. ``speeds``: of each device, relative to the one of the costs.
 
-    ``action_seconds`` is added to every compute action. The three ``*_traffic`` count accesses to
-    host memory per byte: adding a partial gradient up reads it, and reads and writes the sum;
-    taking the first one reads and writes; a norm reads the gradient.
+    ``action_seconds`` is added to every compute action. ``norm_traffic``: accesses to host memory
+    per byte of a gradient for its norm. Partial gradients are each read once when they are added
+    up, and the sum is written once.
     """
 
     costs: Costs
     speeds: tuple[float, ...] = ()
     action_seconds: float = 0.0
-    sum_traffic: float = 3.0
-    first_sum_traffic: float = 2.0
     norm_traffic: float = 1.0
 
     def work(self, schedule: Schedule) -> Callable[[Action], Work]:
@@ -59,7 +57,6 @@ class _Works:
         self._layers = prices.costs.layers
         self._kept: dict[tuple[Op, int], Work] = {}
         self._merged = {owner for op, owner in _merges(schedule)}
-        self._first = _first_merges(schedule)
         self._sends = schedule.sends
 
     def of(self, action: Action) -> Work:
@@ -88,7 +85,7 @@ class _Works:
             total = sum(self._download_bytes(layer) for layer in visit.layers)
             return Work(num_bytes=total / chunks, road=Road(visit.device, up=False))
         if action.op is Op.MERGE:
-            return Work(num_bytes=self._merge_bytes(visit))
+            return Work(num_bytes=self._merge_bytes(action))
         if action.op is Op.GRADIENT_IN:
             return Work(num_bytes=self._boundary_bytes(visit.layers.stop), road=Road(visit.device))
         road = Road(visit.device, up=False)
@@ -125,12 +122,15 @@ class _Works:
             return cost.gradient_bytes
         return cost.whole_download_bytes
 
-    def _merge_bytes(self, visit: Visit) -> float:
-        total = 0.0
-        for layer in visit.layers:
-            first = (visit.number, layer) in self._first
-            traffic = self._prices.first_sum_traffic if first else self._prices.sum_traffic
-            total += traffic * self._layers[layer].gradient_bytes
+    def _merge_bytes(self, action: Action) -> float:
+        """Each visit's share of the owners that are added up is read, each owner's sum written."""
+        schedule, costs = self._schedule, self._prices.costs
+        whole = set(schedule.owners[action])
+        total = sum(self._layers[owner].gradient_bytes for owner in whole)
+        for number in schedule.addends[action]:
+            for layer in schedule.visits[number].layers:
+                if whole & set(costs.owners_trained(layer)):
+                    total += self._layers[layer].gradient_bytes
         return total
 
     def _boundary_bytes(self, boundary: int) -> int:
@@ -157,15 +157,3 @@ def _merges(schedule: Schedule) -> list[tuple[Op, int]]:
         if action.op is Op.MERGE
         for owner in owners
     ]
-
-
-def _first_merges(schedule: Schedule) -> set[tuple[int, int]]:
-    """(visit, layer) of the visits that bring a layer's gradient first."""
-    seen: set[int] = set()
-    first: set[tuple[int, int]] = set()
-    for visit in schedule.visits:
-        if visit.has_backward:
-            fresh = [layer for layer in visit.layers if layer not in seen]
-            first.update((visit.number, layer) for layer in fresh)
-            seen.update(fresh)
-    return first

@@ -17,9 +17,12 @@ import torch
 from roundpipe.store.segment import Layout, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
+
+
+_PIECE = 1 << 16  # elements: a piece of the sum and of one addend stay in a core's cache
 
 
 class GradientState(Enum):
@@ -77,14 +80,26 @@ class Gradients:
         if self.received:
             self.state = GradientState.FILLING
 
-    def add_(self, name: str, partial: Tensor) -> None:
-        """Add one visit's fp32 partial sum: the first of a step is copied, later ones are added."""
+    def add_(self, name: str, partials: Sequence[Tensor]) -> None:
+        """Add visits' fp32 partial sums, one after the other; the first of a step is taken as it is.
+
+        Piece by piece, so that a piece of the sum stays in the cache: each partial sum is read
+        once and the sum written once.
+        """
         self._assert_open()
-        total = self.allocate(partial_sums=True).views[name]
+        total = self.allocate(partial_sums=True).views[name].view(-1)
+        flat = [partial.reshape(-1) for partial in partials]
         if name in self.received:
-            total.add_(partial)
-        else:
-            total.copy_(partial)
+            flat.insert(0, total)
+        for start in range(0, total.numel(), _PIECE):
+            pieces = [each[start : start + _PIECE] for each in flat]
+            target = total[start : start + _PIECE]
+            if len(pieces) == 1:
+                target.copy_(pieces[0])
+                continue
+            torch.add(pieces[0], pieces[1], out=target)
+            for piece in pieces[2:]:
+                target.add_(piece)
         self.mark_received((name,))
 
     def take(self) -> dict[str, Tensor]:

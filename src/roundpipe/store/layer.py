@@ -26,7 +26,7 @@ from roundpipe.store.masters import Masters
 from roundpipe.store.segment import Entry, Layout, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence, Set
+    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
     from torch import Tensor, nn
 
@@ -177,15 +177,22 @@ class HostLayer:
         """Note that gradients of ``names`` were downloaded straight into the segment."""
         self._gradients.mark_received(names)
 
-    def add_partial_(self, names: Iterable[str], buffer: Tensor) -> None:
-        """Add one visit's gradients of ``names``, downloaded into ``buffer``, to their owners'.
+    def partials(self, names: Iterable[str], buffer: Tensor) -> Iterator[tuple[int, str, Tensor]]:
+        """For each of ``names`` its owner's index, the name and a view of one visit's sum for it.
 
-        ``buffer``: host, uint8, laid out as ``slot_gradient_layout`` (its own part equals
-        ``gradient_layout(partial_sums=True)``). Borrowed parameters go to the layer that owns them.
+        ``buffer``: host, uint8, laid out as ``slot_gradient_layout``.
         """
         views = self.slot_gradient_layout.view(buffer)
         for name in names:
-            self.gradient_owners[name]._gradients.add_(name, views[name])
+            yield self.gradient_owners[name].index, name, views[name]
+
+    def add_partials_(self, partials: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add to the gradient of each name all that visits brought for it, in this order.
+
+        Tensors are fp32 (at least), of the parameter's shape; each is read once.
+        """
+        for name, tensors in partials.items():
+            self._gradients.add_(name, tensors)
 
     def gradient(self, name: str) -> Tensor | None:
         """What has arrived for ``name`` so far, a view; None if nothing has."""

@@ -1,4 +1,4 @@
-"""LoRA adapters on a model without weights: the shapes and operations of peft's, nothing else.
+"""Freezes a model without weights and puts LoRA adapters on it, with the shapes of peft's.
 
 peft itself takes two seconds to import, and puts adapters on routed experts, which are left alone
 here: on a mixture of experts ``all-linear`` means attention and shared experts, never the router.
@@ -8,35 +8,19 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.models.estimate.method import ALL_LINEAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ALL_LINEAR = "all-linear"
+    from roundpipe.models.estimate.method import Lora, Method
+
 _ROUTERS = {"gate", "router"}  # parts of a module's name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """What of peft's ``LoraConfig`` decides sizes and work.
-
-    ``target_modules``: ``all-linear``, another string as a regular expression for the whole name,
-    or ends of names. ``modules_to_save``: ends of names of modules that are trained as they are.
-    """
-
-    r: int = 16
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
-    modules_to_save: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ConfigError(f"lora_r must be at least 1: {self.r}\nhint: lora_r=16")
 
 
 class _Adapted(nn.Module):
@@ -53,7 +37,8 @@ class _Adapted(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """The base's output plus the adapter's."""
         result: Tensor = self.base_layer(hidden)
-        return result + self.lora_b(self.lora_a(hidden)) * self.scaling
+        beside: Tensor = self.lora_b(self.lora_a(hidden)) * self.scaling
+        return result + beside
 
 
 class _Saved(nn.Module):
@@ -70,13 +55,34 @@ class _Saved(nn.Module):
         return result
 
 
-def add_adapters(model: nn.Module, lora: Lora) -> None:
+def apply_method(model: nn.Module, method: Method) -> None:
+    """Freeze and add adapters in place; the model may be on meta.
+
+    Raises ConfigError where nothing would be trained.
+    """
+    if method.has_adapter:
+        _add_adapters(model, method.lora)
+    elif method.name == "freeze":
+        patterns = [re.compile(pattern) for pattern in method.unfrozen]
+        for name, parameter in model.named_parameters():
+            is_trained = any(pattern.search(name) for pattern in patterns)
+            parameter.requires_grad_(is_trained and parameter.is_floating_point())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"unfrozen_parameters: no weight is called like {', '.join(method.unfrozen)}\n"
+            f"hint: names look like {next(name for name, _ in model.named_parameters())}"
+        )
+
+
+def _add_adapters(model: nn.Module, lora: Lora) -> None:
     """Freeze ``model`` and put adapters beside its modules, in place.
 
     Raises ConfigError if no module is meant.
     """
     model.requires_grad_(False)
-    chosen = [name for name, module in model.named_modules() if _is_chosen(model, name, lora, module)]
+    chosen = [
+        name for name, module in model.named_modules() if _is_chosen(model, name, lora, module)
+    ]
     if not chosen:
         kinds = sorted({name.rpartition(".")[2] for name in _linear_names(model)})
         raise ConfigError(

@@ -2,9 +2,9 @@
 
 On the meta device PyTorch takes the plain road, which makes one. So calls of
 ``scaled_dot_product_attention`` are taken over by a function that has the kernels' shapes, saves
-what they save (queries, keys, values, output, one logarithm a row, a mask if there is one) and tells the meter what they
-compute. FlashAttention skips what lies above the diagonal; under a mask that is given as a tensor
-nothing is skipped.
+what they save (queries, keys, values, output, one logarithm a row, a mask if there is one) and
+tells the meter what they compute. FlashAttention skips what lies above the diagonal; under a mask
+that is given as a tensor nothing is skipped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FusedAttention(TorchFunctionMode):
         **_: Any,
     ) -> Any:
         share = 0.5 if is_causal and attn_mask is None else 1.0
-        return _FusedKernel.apply(query, key, value, attn_mask, self._meter, share)
+        return _run_kernel(query, key, value, attn_mask, self._meter, share)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def fused_everywhere(meter: Meter, config: Any) -> Iterator[None]:
         length = query.shape[-2]
         window = min(kwargs.get("sliding_window") or length, length)
         pairs = window * length - window * (window - 1) / 2  # row i sees min(i + 1, window) keys
-        out = _FusedKernel.apply(query, key, value, None, meter, pairs / length**2)
+        out = _run_kernel(query, key, value, None, meter, pairs / length**2)
         return out.transpose(1, 2), None
 
     implementation = config._attn_implementation
@@ -86,19 +86,24 @@ def fused_everywhere(meter: Meter, config: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation_internal = implementation
-        del ALL_ATTENTION_FUNCTIONS[_FUSED]
+        del ALL_ATTENTION_FUNCTIONS[_FUSED]  # type: ignore[no-untyped-call]
+
+
+def _run_kernel(*arguments: Any) -> Tensor:
+    out: Tensor = _FusedKernel.apply(*arguments)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _FusedKernel(torch.autograd.Function):
     """Shapes, saved tensors and work of a fused attention kernel.
 
     query [batch, heads, length, d], key [batch, key heads, length, d], value [.., e]; returns
-    [batch, heads, length, e], in memory [batch, length, heads, e] as the kernels have it. ``share``:
-    of all pairs of positions, those that are computed.
+    [batch, heads, length, e], in memory [batch, length, heads, e] as the kernels have it.
+    ``share``: of all pairs of positions, those that are computed.
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913, PLR0917 - what the kernels are given, and where to count
         ctx: Any,
         query: Tensor,
         key: Tensor,

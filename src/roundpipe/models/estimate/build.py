@@ -7,20 +7,18 @@ one layer of each kind is run, at three lengths: see `roundpipe.models.estimate.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from roundpipe.errors import ModelError
-from roundpipe.models.causal_lm import chain_of
 from roundpipe.models.causal_layers import Block, CausalLMContext, Suffix
+from roundpipe.models.causal_lm import chain_of
+from roundpipe.models.estimate.adapter import apply_method
 from roundpipe.models.estimate.amount import Amount
 from roundpipe.models.estimate.layer_run import META, Given, run_layer
 from roundpipe.models.estimate.meter import Answering, Counts
-from roundpipe.models.estimate.method import apply_method
 from roundpipe.models.estimate.profile import (
     Kind,
     LayerProfile,
@@ -51,11 +49,20 @@ _GRID = [
 ]
 
 
-def count(config: Any, method: Method, *, name: str, bits: int = 16, fuse: bool = False) -> Profile:
+def count(
+    config: Any,
+    method: Method,
+    *,
+    name: str,
+    bits: int = 16,
+    fuse: bool = False,
+    regimes: Sequence[Regime] = (),
+) -> Profile:
     """Count a causal LM from its transformers config, built in 16 or 32 ``bits``.
 
-    ``fuse``: as if its attention were fused where transformers has none for it. Takes a second or
-    two. Raises ModelError for what cannot be split exactly.
+    ``fuse``: as if its attention were fused where transformers has none for it. ``regimes``: what
+    was counted before, for another method that runs the same. Takes a second or two. Raises
+    ModelError for what cannot be split exactly.
     """
     model = _build(config, _DTYPES[bits]).train()
     apply_method(model, method)
@@ -64,7 +71,7 @@ def count(config: Any, method: Method, *, name: str, bits: int = 16, fuse: bool 
         layers = chain_of(split)
         kinds, representatives = _kinds(layers)
         run = _Run(split, layers, _DTYPES[bits], config if fuse and _is_plain(model) else None)
-        regimes = [
+        regimes = regimes or [
             Regime(longest, _count_kinds(run, representatives, lengths))
             for longest, lengths in _regimes(model.config)
         ]
@@ -87,9 +94,8 @@ def _build(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 (imports late)
 
     with META:
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
+        made: Any = AutoModelForCausalLM.from_config  # carries no types
+        model: nn.Module = made(config, dtype=dtype, trust_remote_code=False)
     return model
 
 

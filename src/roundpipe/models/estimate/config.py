@@ -16,7 +16,10 @@ from roundpipe.models.known import find_known, nearest_known
 
 _LARGEST_FILE = 4 << 20
 _LARGEST_NUMBER = 1 << 24  # of any width, vocabulary or count of experts
-_MOST_LAYERS = 1000
+_MOST_MODULES = 4096  # layers, experts
+_LONGEST_LIST = 10_000
+# Numbers that allocate nothing: positions, bases of rotary tables, ids, sizes of experts.
+_HARMLESS = ("theta", "base", "max_position", "length", "limit", "_id", "eps", "intermediate_size")
 # What describes files or this machine rather than the model, or names code to be fetched.
 _DROPPED = (
     "architectures",
@@ -102,17 +105,16 @@ def _check_numbers(fields: Mapping[str, Any], where: str = "") -> None:
         name = where + key
         if isinstance(value, Mapping):
             _check_numbers(value, f"{name}.")
-        elif isinstance(value, list) and len(value) > 100_000:
+        elif isinstance(value, list) and len(value) > _LONGEST_LIST:
             raise ConfigError(f"{name}: too long a list: {len(value)}")
-        elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
-            if not _is_harmless(key):
-                raise ConfigError(f"{name}: no model has that many: {value}")
-    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        layers = fields.get(key)
-        if isinstance(layers, int) and layers > _MOST_LAYERS:
-            raise ConfigError(f"{where}{key}: at most {_MOST_LAYERS}: {layers}")
+        elif isinstance(value, (int, float)) and not abs(value) <= _most(key):
+            raise ConfigError(f"{name}: no model has that many: {value}")
 
 
-def _is_harmless(key: str) -> bool:
-    """Numbers that allocate nothing: positions, bases of rotary tables, ids."""
-    return any(part in key for part in ("theta", "base", "max_position", "length", "limit", "_id"))
+def _most(key: str) -> float:
+    """The largest number that ``key`` may have; what makes modules, one for each, is bounded."""
+    if any(part in key for part in _HARMLESS):
+        return float("inf")
+    if "layer" in key or "expert" in key:
+        return _MOST_MODULES
+    return _LARGEST_NUMBER

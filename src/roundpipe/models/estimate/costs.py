@@ -25,8 +25,9 @@ _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 4 / 256}  # int8:
 class Job:
     """How a model is trained. None for ``optim_dtype``: fp32 for 16-bit weights, else theirs.
 
-    ``moments_dtype``: None is the masters'. ``partial_sums``: gradients come down in fp32 and are
-    added up on the host, as for several rounds or replicated stages.
+    ``moments_dtype``: None is the masters'. ``backward_visits``: by how many visits of a step a
+    layer's gradient is made; with more than one (rounds, a replicated stage) partial sums come down
+    in fp32, each to a place of its own, and are added up on the host.
     """
 
     dtype: str = "bf16"
@@ -35,11 +36,11 @@ class Job:
     microbatch_size: int = 1
     optim_dtype: str | None = None
     moments_dtype: str | None = None
-    partial_sums: bool = False
+    backward_visits: int = 1
     staleness: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("length", "microbatch_size"):
+        for name in ("length", "microbatch_size", "backward_visits"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1: {getattr(self, name)}")
         for name in ("optim_dtype", "moments_dtype"):
@@ -90,7 +91,7 @@ def _times(kind: Kind, card: Card, job: Job, given: Efficiency) -> tuple[float, 
     return time(kind.forward), time(kind.backward)
 
 
-def _layer_cost(  # noqa: PLR0913, PLR0917 - everything that a cost depends on
+def _layer_cost(
     layer: LayerProfile,
     kind: Kind,
     times: tuple[float, float],
@@ -111,7 +112,7 @@ def _layer_cost(  # noqa: PLR0913, PLR0917 - everything that a cost depends on
         download_bytes=sizes.sums if sizes.shares else sizes.own_whole,
         boundary_bytes=round(kind.boundary.at(*job.at)),
         activation_bytes=round(kind.kept.at(*job.at)),
-        peak_bytes=round(kind.peak(*job.at)) + sizes.unpacked,
+        peak_bytes=round(kind.peak(*job.at)) + sizes.largest_unpacked,
         host_forward_seconds=kind.forward.calls * given.call_seconds,
         host_backward_seconds=(
             given.backward_seconds + gradients * given.gradient_seconds if backward else 0.0
@@ -133,14 +134,15 @@ class Host:
 
     @property
     def _is_partial(self) -> bool:
-        return self.job.partial_sums or self.sizes.shares
+        return self.job.backward_visits > 1 or self.sizes.shares
 
     @property
     def pinned_bytes(self) -> int:
-        """Working weights and gradients; what layers that share a weight bring down besides."""
+        """Working weights and gradients, and partial sums until they are added."""
         sizes = self.sizes
-        gradients = sizes.own_sums if self._is_partial else sizes.own_whole
-        return sizes.own + gradients + (sizes.sums if sizes.shares else 0)
+        if not self._is_partial:
+            return sizes.own + sizes.own_whole
+        return sizes.own + sizes.own_sums + self.job.backward_visits * sizes.sums
 
     @property
     def pageable_bytes(self) -> int:
@@ -161,9 +163,7 @@ class Host:
             master = self._master_bytes(size)
             gradient = 4.0 if self._is_partial else size
             working = size if master != size else 0
-            total += count * (
-                gradient + 2 * master + 4 * self._moment_bytes(master) + working
-            )
+            total += count * (gradient + 2 * master + 4 * self._moment_bytes(master) + working)
         return round(total)
 
     @property

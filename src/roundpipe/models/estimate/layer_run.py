@@ -23,7 +23,10 @@ META = torch.device("meta")
 
 @dataclass
 class Counted:
-    """One layer at one length: `Counts` of both passes, and bytes of activations as in `Kind`."""
+    """One layer at one length: `Counts` of both passes, and bytes of activations as in `Kind`.
+
+    Masks and rotary tables are rebuilt for every visit: they count among the moments.
+    """
 
     forward: Counts
     backward: Counts
@@ -87,6 +90,8 @@ def run_layer(layer: CausalLayer, given: Given) -> Counted:
         _run_backward(meter, output.loss if given.is_last else results)
         backward = meter.restart()
     moments += [alive - kept for alive in (*forward.alive, *backward.alive)]
+    held = _held_bytes(_plain(given.context))
+    moments = [moment + held for moment in moments]
     return Counted(forward, backward, kept, moments, _num_bytes(given.boundary))
 
 
@@ -145,6 +150,11 @@ def _leaves(tree: Any) -> list[Tensor]:
 
 def _num_bytes(tree: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(tree))
+
+
+def _held_bytes(tree: Any) -> int:
+    storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage() for leaf in _leaves(tree)}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _plain(context: Any) -> Any:

@@ -103,7 +103,7 @@ class Answering(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Meter(Answering):
+class Meter(Answering):  # type: ignore[no-untyped-call]
     """Counts what runs under it. ``outside``: tensors whose memory is not counted.
 
     Used for one run: memory that was made under it counts for as long as it lives.

@@ -1,18 +1,32 @@
-"""What a training method does to a model: which weights are trained, which adapters are added."""
+"""What decides which weights of a model are trained, and which are added to it."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from roundpipe.errors import ConfigError
-from roundpipe.models.estimate.adapter import Lora, add_adapters
-
-if TYPE_CHECKING:
-    from torch import nn
 
 MethodName = Literal["full", "lora", "qlora", "freeze"]
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """What of peft's ``LoraConfig`` decides sizes and work.
+
+    ``target_modules``: ``all-linear``, another string as a regular expression for the whole name,
+    or ends of names. On a mixture of experts ``all-linear`` means attention and shared experts.
+    ``modules_to_save``: ends of names of modules that are trained as they are.
+    """
+
+    r: int = 16
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    modules_to_save: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigError(f"lora_r must be at least 1: {self.r}\nhint: lora_r=16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +44,7 @@ class Method:
         if self.name == "freeze" and not self.unfrozen:
             raise ConfigError(
                 "freeze needs to know what stays trainable\n"
-                "hint: unfrozen_parameters=['layers\\.(30|31)\\.']"
+                r"hint: unfrozen_parameters=['layers\.(30|31)\.']"
             )
 
     @property
@@ -42,22 +56,3 @@ class Method:
     def is_packed(self) -> bool:
         """Whether the frozen base weights are kept in 4 bits."""
         return self.name == "qlora"
-
-
-def apply_method(model: nn.Module, method: Method) -> None:
-    """Freeze and add adapters in place; the model may be on meta.
-
-    Raises ConfigError where nothing would be trained.
-    """
-    if method.has_adapter:
-        add_adapters(model, method.lora)
-    elif method.name == "freeze":
-        patterns = [re.compile(pattern) for pattern in method.unfrozen]
-        for name, parameter in model.named_parameters():
-            is_trained = any(pattern.search(name) for pattern in patterns)
-            parameter.requires_grad_(is_trained and parameter.is_floating_point())
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"nothing would be trained: no parameter is called like {', '.join(method.unfrozen)}\n"
-            "hint: names look like " + next(name for name, _ in model.named_parameters())
-        )

@@ -10,6 +10,7 @@ a model of 94 layers are one kind.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -84,6 +85,7 @@ class Sizes:
     borrows: tuple[int, ...] = ()
     shares: bool = False  # gradients of several layers meet: partial sums in any plan
     unpacked: int = 0  # bytes of its 4-bit weights once they are unpacked for use
+    largest_unpacked: int = 0  # of one of them: they are unpacked one by one
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,9 @@ class Profile:
             "trained_parameters": self.trained_parameters,
             "longest": self.longest,
             "notes": list(self.notes),
-            "layers": [
-                [layer.name, distinct.index((layer.kind, layer.sizes))] for layer in self.layers
-            ],
+            "layers": _runs(
+                [(layer.name, distinct.index((layer.kind, layer.sizes))) for layer in self.layers]
+            ),
             "distinct": [[kind, _from_sizes(sizes)] for kind, sizes in distinct],
             "regimes": [
                 {"longest": regime.longest, "kinds": [_from_kind(kind) for kind in regime.kinds]}
@@ -155,7 +157,11 @@ class Profile:
             bits=int(data["bits"]),
             parameters=int(data["parameters"]),
             trained_parameters=int(data["trained_parameters"]),
-            layers=tuple(LayerProfile(name, *distinct[which]) for name, which in data["layers"]),
+            layers=tuple(
+                LayerProfile(pattern.format(number), *distinct[which])
+                for pattern, first, count, which in data["layers"]
+                for number in range(first, first + count)
+            ),
             regimes=tuple(
                 Regime(regime["longest"], tuple(_to_kind(kind) for kind in regime["kinds"]))
                 for regime in data["regimes"]
@@ -163,6 +169,21 @@ class Profile:
             longest=data["longest"],
             notes=tuple(data["notes"]),
         )
+
+
+def _runs(layers: Iterable[tuple[str, int]]) -> list[list[Any]]:
+    """Equal layers that follow each other: a pattern for names, first number, how many, which."""
+    runs: list[list[Any]] = []
+    for name, which in layers:
+        found = re.search(r"\d+$", name)
+        number = int(found[0]) if found else 0
+        pattern = name[: found.start()] + "{}" if found else name
+        last = runs[-1] if runs else None
+        if last is not None and [pattern, number, which] == [last[0], last[1] + last[2], last[3]]:
+            last[2] += 1
+        else:
+            runs.append([pattern, number, 1, which])
+    return runs
 
 
 def _from_amount(amount: Amount) -> list[float]:
@@ -225,11 +246,12 @@ def _from_sizes(sizes: Sizes) -> list[Any]:
         list(sizes.borrows),
         sizes.shares,
         sizes.unpacked,
+        sizes.largest_unpacked,
     ]
 
 
 def _to_sizes(data: Any) -> Sizes:
-    own, slot, sums, own_sums, own_whole, trained, borrows, shares, unpacked = data
+    own, slot, sums, own_sums, own_whole, trained, borrows, shares, *unpacked = data
     return Sizes(
         own,
         slot,
@@ -239,5 +261,5 @@ def _to_sizes(data: Any) -> Sizes:
         tuple((int(count), int(size)) for count, size in trained),
         tuple(borrows),
         bool(shares),
-        unpacked,
+        *unpacked,
     )

@@ -68,7 +68,9 @@ def seconds(
 
     Raises ConfigError if the card cannot compute in this dtype.
     """
-    return sum(_seconds(sort, work, card, arithmetic, at, given) for sort, work in run.works.items())
+    return sum(
+        _seconds(sort, work, card, arithmetic, at, given) for sort, work in run.works.items()
+    )
 
 
 def _seconds(

@@ -57,6 +57,7 @@ def _sizes(
     weights = whole.followed_by(_entries(frozen, packed))
     sums = Layout.of(_wide(whole.entries))
     borrowed_trained = {name: t for name, t in borrowed.items() if t.requires_grad}
+    unpacked = [_num_bytes(tensor) for name, tensor in tensors.items() if name in packed]
     return Sizes(
         own=weights.num_bytes,
         slot=weights.followed_by(_entries(borrowed, packed)).num_bytes,
@@ -66,7 +67,8 @@ def _sizes(
         trained=tuple((prod(shape), dtype.itemsize) for _, shape, dtype in whole.entries),
         borrows=tuple(sorted({owners[name] for name in borrowed})),
         shares=not lent.isdisjoint(tensors),
-        unpacked=sum(_num_bytes(t) for name, t in tensors.items() if name in packed),
+        unpacked=sum(unpacked),
+        largest_unpacked=max(unpacked, default=0),
     )
 
 

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).parent
 # Words of a name that say how a model was tuned or stored, not which it is.
 _NOISE = frozenset(
-    "instruct base it pt chat hf thinking coder math hybrid dpo sft rlhf preview bf16 fp16 fp8 gguf "
-    "gptq awq mlx bnb 4bit 8bit int4 int8 q4 q8 dynamic unsloth quantized meta text".split()
+    {
+        *("instruct", "base", "it", "pt", "chat", "hf", "thinking", "coder", "math", "dpo", "sft"),
+        *("preview", "meta", "text", "bf16", "fp16", "fp8", "gguf", "gptq", "awq", "mlx", "bnb"),
+        *("4bit", "8bit", "int4", "int8", "unsloth"),
+    }
 )
 _DATE = re.compile(r"\d{4}(\d{4})?")  # 2507, 0414, 20250120
-_VERSION = re.compile(r"v0?\.\d")  # Mistral-7B-v0.3
+_VERSION = re.compile(r"v0\.\d")  # Mistral-7B-v0.3
 
 
 @dataclass(frozen=True)
