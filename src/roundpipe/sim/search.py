@@ -27,7 +27,7 @@ __all__ = ["Plan", "ScheduleName", "Setting", "choose", "given"]
 
 ScheduleName = Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"]
 _NEAR = 0.01  # plans closer than this are as good as each other
-_REPLICAS_PAY = 0.03  # auto leaves round-robin for no less: replicas make bits depend on devices
+_REPLICAS_PAY = 0.03  # auto leaves round-robin for no less: then bits depend on the devices
 _PARTITIONS = 14  # of a front, at most
 _VISITS = 150_000  # played by one search, about
 _TURNS = 3  # rounds of changing one thing at a time
@@ -69,10 +69,10 @@ class Plan:
 def choose(setting: Setting, name: str = "auto") -> Plan:
     """The quickest plan of a step, of those a schedule's name allows.
 
-    ``round_robin``: every stage on one device, so that the same number of microbatches gives the
-    same bits on any number of devices. ``replicated``: every stage on all devices. ``hybrid``: a
-    number of its own for each kind of stage. ``gpipe``: stages stay on their devices. ``auto``: the
-    quickest of all; round-robin unless another gains 3 %. Raises ConfigError for an unknown name,
+    ``round_robin``: every stage on one device and all microbatches in one round, so that the same
+    number of microbatches gives the same bits on any number of devices. ``replicated``: every stage
+    on all devices. ``hybrid``: a number of its own for each kind of stage, and rounds. ``gpipe``:
+    stages stay on their devices. ``auto``: round-robin, unless a hybrid gains 3 %. Raises ConfigError for an unknown name,
     PlanError if nothing fits.
     """
     if name not in get_args(ScheduleName):
@@ -83,9 +83,10 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
     elif name == "replicated":
         found = search.climb([search.start((setting.devices,) * 3)], frozenset({"cut", "fuse"}))
     else:
-        found = search.climb([search.start((1, 1, 1))], frozenset({"cut", "fuse", "rounds"}))
+        found = search.climb([search.start((1, 1, 1))], frozenset({"cut", "fuse"}))
         if name == "hybrid" or (name == "auto" and setting.devices > 1):
-            shared = search.climb(search.shared_starts(), frozenset({"cut", "fuse", "replicas"}))
+            allowed = frozenset({"cut", "fuse", "replicas", "rounds"})
+            shared = search.climb([found, *search.shared_starts()], allowed)
             pays = search.scores.of(found) * (1 - _REPLICAS_PAY)
             if name == "hybrid" or search.scores.of(shared) < pays:
                 found = shared

@@ -1,0 +1,193 @@
+"""What fits: memory of devices and host, disk, and the longest sequence, without playing a step.
+
+Everything here is arithmetic on costs, microseconds to milliseconds, so that hints and the longest
+sequence are found by trying.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roundpipe.models.estimate.costs import Job, costs
+from roundpipe.models.estimate.disk import disk
+from roundpipe.plan.host_bytes import HostBytes, host_bytes
+from roundpipe.plan.memory import Room, microbatch_bytes, slot_bytes
+from roundpipe.plan.partition import Partition
+from roundpipe.plan.schedule import Phase, Visit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roundpipe.models.estimate.disk import Disk
+    from roundpipe.models.estimate.profile import Profile
+    from roundpipe.plan.costs import Costs
+    from roundpipe.plan.machine import Machine
+
+_LONGEST = 1 << 24  # tokens; no memory holds more
+
+
+@dataclass(frozen=True)
+class DeviceNeed:
+    """Bytes of the device that holds most, and the stage because of which it does.
+
+    ``weights`` are those of the stage with its fp32 sums of gradients, once; ``microbatch`` what
+    one microbatch takes beside them.
+    """
+
+    total: int
+    layers: range
+    weights: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, machine and way of training, for microbatches of any size and length.
+
+    ``batch_size``: sequences of a step.
+    """
+
+    profile: Profile
+    machine: Machine
+    job: Job
+    batch_size: int
+
+    def at(self, *, size: int, length: int | None = None) -> Costs:
+        """Costs of the first card for microbatches of ``size`` sequences."""
+        return costs(self.profile, self.machine.cards[0], self._job(size, length))
+
+    def speeds(self, *, size: int) -> tuple[float, ...] | None:
+        """Of the devices, relative to the first; None: all alike. Raises ConfigError."""
+        cards = self.machine.cards
+        if len(set(cards)) == 1:
+            return None
+        work = {card: _work(costs(self.profile, card, self._job(size, None))) for card in {*cards}}
+        return tuple(work[cards[0]] / work[card] for card in cards)
+
+    def _job(self, size: int, length: int | None) -> Job:
+        job = self.job
+        return Job(
+            dtype=job.dtype,
+            fp16_accumulation=job.fp16_accumulation,
+            length=job.length if length is None else length,
+            microbatch_size=size,
+            optim_dtype=job.optim_dtype,
+            moments_dtype=job.moments_dtype,
+            staleness=job.staleness,
+        )
+
+    @property
+    def device_limit(self) -> int:
+        """Bytes of the smallest device."""
+        return min(card.memory_bytes for card in self.machine.cards)
+
+    def microbatches(self, size: int) -> int:
+        """How many a step has."""
+        return -(-self.batch_size // size)
+
+    def least_device(self, *, size: int, length: int | None = None) -> DeviceNeed:
+        """What a device needs at least: every layer as a stage of its own."""
+        return device_need(single_layers(self.at(size=size, length=length)))
+
+    def least_host(self, *, size: int, length: int | None = None, batch: int = 0) -> HostBytes:
+        """What the host needs at least: each stage once a step, as few saved inputs as can be.
+
+        ``batch``: sequences of a step if not the case's own.
+        """
+        of = self.at(size=size, length=length)
+        held = -(-(batch or self.batch_size) // size)
+        return host_bytes(of, _once(few_stages(of, self.device_limit), range(held)))
+
+    def host_total(self, need: HostBytes, device: DeviceNeed) -> int:
+        """Host memory in all: what CPU devices hold is host memory too."""
+        in_host = sum(card.in_host for card in self.machine.cards)
+        return need.total + in_host * device.total
+
+    def sizes(self) -> list[int]:
+        """Powers of two that fit the devices, up to the batch; none where nothing fits."""
+        found, size = [], 1
+        while size <= self.batch_size:
+            if self.least_device(size=size).total > self.device_limit:
+                break
+            found.append(size)
+            size *= 2
+        return found
+
+    def longest(self) -> int:
+        """The most tokens of a sequence that fit, one a microbatch and a device; 0: none do."""
+
+        def is_too_long(length: int) -> bool:
+            device = self.least_device(size=1, length=length)
+            if device.total > self.device_limit:
+                return True
+            host = self.least_host(size=1, length=length, batch=self.machine.num_devices)
+            return self.host_total(host, device) > self.machine.host.memory_bytes
+
+        return bisect_right(range(1, _LONGEST + 1), x=False, key=is_too_long)
+
+    def disk(self, save_total_limit: int | None) -> tuple[int, Disk]:
+        """Bytes in all, and what they are. None: no checkpoint is kept beside the result."""
+        found = disk(self.profile, self.job, save_total_limit=save_total_limit)
+        if save_total_limit is None:
+            return found.download + found.result, found
+        return found.total, found
+
+
+def single_layers(of: Costs) -> tuple[Costs, Partition]:
+    """Every layer as a stage of its own."""
+    last = of.num_layers - 1
+    lowest = last if of.first_trainable is None else of.first_trainable
+    below = tuple(range(layer, layer + 1) for layer in range(last))
+    return of, Partition(below, range(last, last + 1), below[lowest:][::-1])
+
+
+def few_stages(of: Costs, limit: int) -> Partition:
+    """Backward stages as large as the device holds: the fewest saved inputs."""
+    _, single = single_layers(of)
+    room = Room(of, limit)
+    backward: list[range] = []
+    for stage in single.backward:
+        joined = range(stage.start, backward[-1].stop) if backward else stage
+        if backward and room.holds(joined, Phase.BACKWARD):
+            backward[-1] = joined
+        else:
+            backward.append(stage)
+    return Partition(single.forward, single.fused, tuple(backward))
+
+
+def device_need(given: tuple[Costs, Partition]) -> DeviceNeed:
+    """What a device that runs the stages of a partition holds at its worst, as `plan.memory` says.
+
+    A fused stage of several layers lies beside each of the others; one layer counts as they do.
+    """
+    of, partition = given
+    fused = partition.fused
+    room = Room(of, 0)
+    if len(fused) > 1:
+        room = Room(of, 0, slot_bytes(of, fused, Phase.FUSED), microbatch_bytes(of, fused, Phase.FUSED))
+    stages = [(stage, Phase.FORWARD) for stage in partition.forward]
+    stages += [(stage, Phase.BACKWARD) for stage in partition.backward]
+    if len(fused) == 1 or not stages:
+        stages.append((fused, Phase.FUSED))
+    worst, phase = max(stages, key=lambda stage: room.needs(*stage))
+    total = room.needs(worst, phase)
+    if room.microbatch + room.slot > slot_bytes(of, worst, phase) + microbatch_bytes(of, worst, phase):
+        worst, phase = fused, Phase.FUSED
+    return DeviceNeed(
+        total, worst, slot_bytes(of, worst, phase), microbatch_bytes(of, worst, phase)
+    )
+
+
+def _once(partition: Partition, microbatches: range) -> Sequence[Visit]:
+    """Each stage with backward once, by one device: what least memory takes."""
+    stages = [(partition.fused, Phase.FUSED), *((s, Phase.BACKWARD) for s in partition.backward)]
+    return [
+        Visit(number, number, phase, layers, 0, tuple(microbatches))
+        for number, (layers, phase) in enumerate(stages)
+    ]
+
+
+def _work(of: Costs) -> float:
+    return sum(2 * layer.forward_seconds + layer.backward_seconds for layer in of.layers)
