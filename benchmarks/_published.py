@@ -52,12 +52,12 @@ def published(short: str) -> Published:
     )
 
 
-def eight_4090s() -> Machine:
+def eight_4090s(host_bandwidth: float = 150e9) -> Machine:
     """The published machine: 24-26 GB/s one way, about half while the other way runs."""
     return Machine(
         cards=(Card(name="4090", memory_bytes=24 << 30, flops={}, bandwidth=1e12),) * 8,
         links=(Link(up=25e9, down=25e9, duplex=0.52),) * 8,
-        host=Host(memory_bytes=800 * 10**9, bandwidth=150e9),
+        host=Host(memory_bytes=800 * 10**9, bandwidth=host_bandwidth),
         text="8x4090",
     )
 

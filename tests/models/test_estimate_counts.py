@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,12 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe.errors import ConfigError, ModelError
 from roundpipe.models.causal_lm import causal_lm_spec
+from roundpipe.models.estimate import build
 from roundpipe.models.estimate.adapter import apply_method
 from roundpipe.models.estimate.build import count
 from roundpipe.models.estimate.config import make_config
 from roundpipe.models.estimate.method import Lora, Method
 from roundpipe.models.spec import Inputs
 from roundpipe.store.build import build_store
+
+if TYPE_CHECKING:
+    from roundpipe.models.estimate.profile import Profile
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 2, 200
@@ -57,6 +63,12 @@ ALL = [
 
 def fields_of(kind: str, **more: Any) -> dict[str, Any]:
     return {"model_type": kind, **SIZES, **ARCHITECTURES[kind], **more}
+
+
+@functools.cache
+def profile_of(kind: str, name: str = "full", bits: int = 16) -> Profile:
+    method = Method(name=name, lora=Lora(r=4))
+    return count(make_config(fields_of(kind)), method, name=kind, bits=bits)
 
 
 def real_model(fields, method, *, bits):
@@ -116,11 +128,11 @@ def run_for_real(model):
 
 @pytest.mark.parametrize(("kind", "method", "bits"), [*QUICK, *ALL])
 def test_what_is_kept_for_backward_is_what_autograd_saves(kind, method, bits):
-    method = Method(name=method, lora=Lora(r=4))
-    profile = count(make_config(fields_of(kind)), method, name=kind, bits=bits)
+    profile = profile_of(kind, method, bits)
     kinds = profile.kinds(LENGTH)
     at = (BATCH * LENGTH, LENGTH)
     counted = [kinds[layer.kind] for layer in profile.layers]
+    method = Method(name=method, lora=Lora(r=4))
     real = run_for_real(real_model(fields_of(kind), method, bits=bits))
     for ours, (kept, boundary) in zip(counted, real, strict=True):
         assert abs(ours.kept.at(*at) - kept) <= 16  # the loss and its divisor
@@ -129,8 +141,8 @@ def test_what_is_kept_for_backward_is_what_autograd_saves(kind, method, bits):
 
 @pytest.mark.parametrize(("kind", "method", "bits"), [*QUICK, *ALL])
 def test_sizes_are_those_of_the_store(kind, method, bits):
+    profile = profile_of(kind, method, bits)
     method = Method(name=method, lora=Lora(r=4))
-    profile = count(make_config(fields_of(kind)), method, name=kind, bits=bits, regimes=[None])
     model = real_model(fields_of(kind), method, bits=bits)
     store = build_store([layer.tensors for layer in causal_lm_spec(model).layers])
     for host, sizes in zip(store, [layer.sizes for layer in profile.layers], strict=True):
@@ -159,7 +171,9 @@ def test_adapters_train_as_many_parameters_as_those_of_peft(kind, targets):
         r=4,
         target_modules=targets if isinstance(targets, str) else list(targets),
     )
-    adapted = get_peft_model(plain, lora)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks for a name that is about to go
+        adapted = get_peft_model(plain, lora)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert profile.trained_parameters == trained > 0
     assert profile.parameters == sum(p.numel() for p in adapted.parameters())
@@ -169,9 +183,7 @@ def test_modules_to_save_are_trained_beside_their_frozen_originals():
     fields = fields_of("qwen3")
     lora = Lora(r=4, modules_to_save=("lm_head",))
     more = count(make_config(fields), Method(name="lora", lora=lora), name="x", regimes=[None])
-    less = count(
-        make_config(fields), Method(name="lora", lora=Lora(r=4)), name="x", regimes=[None]
-    )
+    less = count(make_config(fields), Method(name="lora", lora=Lora(r=4)), name="x", regimes=[None])
     head = SIZES["vocab_size"] * SIZES["hidden_size"]
     assert more.trained_parameters - less.trained_parameters == head
     assert more.parameters - less.parameters == head
@@ -191,18 +203,18 @@ def test_freezing_trains_what_the_patterns_find_and_nothing_below_needs_backward
     assert trained == [False, False, False, True, True]
     assert {layer.kind for layer in profile.layers[1:3]} == {profile.layers[1].kind}
     with pytest.raises(ConfigError, match="no weight is called like nothing"):
-        count(make_config(fields_of("qwen3")), Method(name="freeze", unfrozen=("nothing",)), name="")
+        count(
+            make_config(fields_of("qwen3")), Method(name="freeze", unfrozen=("nothing",)), name=""
+        )
 
 
 def test_products_are_those_that_pytorch_counts():
-    profile = count(make_config(fields_of("llama")), Method(), name="x", bits=32)
-    model = real_model(fields_of("llama"), Method(), bits=32)
+    profile = profile_of("llama")
+    model = real_model(fields_of("llama"), Method(), bits=16)
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    total = {
-        str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()
-    }
+    total = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     products = sum(flops for op, flops in total.items() if "attention" not in op)
     kinds = profile.kinds(LENGTH)
     ours = sum(
@@ -216,7 +228,7 @@ def test_products_are_those_that_pytorch_counts():
 
 
 def test_attention_counts_half_of_all_pairs_and_backward_two_and_a_half_times_forward():
-    profile = count(make_config(fields_of("qwen3")), Method(), name="x")
+    profile = profile_of("qwen3", "lora", 32)
     kind = profile.kinds(LENGTH)[profile.layers[1].kind]
     forward = kind.forward.works["attention"].flops.at(BATCH * LENGTH, LENGTH)
     assert forward == 4 * BATCH * 64 * LENGTH**2 / 2
@@ -225,14 +237,15 @@ def test_attention_counts_half_of_all_pairs_and_backward_two_and_a_half_times_fo
 
 
 def test_experts_count_the_tokens_that_are_sent_to_them():
-    profile = count(make_config(fields_of("qwen3_moe")), Method(), name="x")
+    profile = profile_of("qwen3_moe", "full", 32)
     kind = profile.kinds(LENGTH)[profile.layers[1].kind]
     tokens = BATCH * LENGTH
     work = kind.forward.works["experts"]
     assert work.flops.at(tokens, LENGTH) == 2 * tokens * 2 * 3 * 64 * 32
-    assert work.moved.fixed == 2 * 4 * 3 * 64 * 32  # every expert is read
+    assert work.moved.fixed == pytest.approx(4 * 4 * 3 * 64 * 32, rel=0.01)  # all are read
 
 
+@pytest.mark.accept
 def test_attention_without_a_kernel_takes_length_times_length_unless_fused():
     config = make_config(fields_of("gpt_oss"))
     plain = count(config, Method(), name="x")
@@ -247,25 +260,17 @@ def test_attention_without_a_kernel_takes_length_times_length_unless_fused():
 
 
 def test_beyond_a_window_nothing_is_skipped_and_a_mask_is_read():
-    profile = count(make_config(fields_of("gemma3_text")), Method(), name="x")
+    profile = profile_of("gemma3_text")
     assert [regime.longest for regime in profile.regimes] == [63, None]
     below, above = (profile.kinds(n)[profile.layers[1].kind].forward for n in (32, 4096))
     assert above.works["attention"].flops.per_pair == 2 * below.works["attention"].flops.per_pair
     assert above.works["attention"].moved.per_pair > 0
 
 
-def test_three_lengths_tell_all_others():
-    config = make_config(fields_of("qwen3_moe"))
-    profile = count(config, Method(), name="x")
-    from roundpipe.models.estimate import build
-
-    run_lengths = (96, 1280, 2304)
-    original = build._LENGTHS
-    build._LENGTHS = run_lengths
-    try:
-        other = count(config, Method(), name="x")
-    finally:
-        build._LENGTHS = original
+def test_three_lengths_tell_all_others(monkeypatch):
+    profile = profile_of("qwen3_moe", "full", 32)
+    monkeypatch.setattr(build, "_LENGTHS", (144, 1280, 2304))
+    other = count(make_config(fields_of("qwen3_moe")), Method(), name="x", bits=32)
     for ours, theirs in zip(profile.regimes[0].kinds, other.regimes[0].kinds, strict=True):
         for at in ((512, 512), (3 * 700, 700)):
             assert ours.kept.at(*at) == pytest.approx(theirs.kept.at(*at))
@@ -280,7 +285,6 @@ def test_a_model_of_94_layers_and_128_experts_is_one_kind_of_block():
 
 
 def test_what_cannot_be_split_is_refused_as_with_weights():
-    fields = {"model_type": "bert", **SIZES, "is_decoder": True}
-    fields.pop("num_key_value_heads")
-    with pytest.raises(ModelError, match="hint"):
-        count(make_config({**fields, "num_hidden_layers": 0}), Method(), name="x")
+    config = make_config(fields_of("qwen3", num_hidden_layers=0))
+    with pytest.raises(ModelError, match="hint: wrap"):
+        count(config, Method(), name="x")

@@ -72,6 +72,19 @@ def train(context: typer.Context) -> None:
     _guarded(lambda: _train(context.args))
 
 
+@app.command(
+    context_settings=_RAW,
+    options_metavar="[FILE] [key=value …] [--why] [--json] [--trace FILE] [--html FILE]",
+    help="Will it fit, how fast, how long: of the job that FILE and keys describe, before anything "
+    "is loaded. machine=8x4090,512GB plans for a machine you do not have. Without a model: a table "
+    "of what this machine can train. Exit code 3 where the job does not fit.",
+    epilog="roundpipe plan model=Qwen/Qwen3-32B machine=8x4090,512GB method=lora batch_size=128",
+)
+def plan(context: typer.Context) -> None:
+    """Say whether a job fits, how fast it is and how long it takes."""
+    _guarded(lambda: _plan(context.args))
+
+
 @app.command(help="Print the JSON schema of a config: every key, its type, default and meaning.")
 def schema() -> None:
     """Print the JSON schema of a config."""
@@ -119,6 +132,12 @@ def _train(arguments: list[str]) -> int:
 
     loop.train(config, notes, environment=os.environ)
     return 0
+
+
+def _plan(arguments: list[str]) -> int:
+    from roundpipe.cli.plan import run  # noqa: PLC0415, pydantic
+
+    return run(arguments, environment=os.environ)
 
 
 def _trace(run_dir: str, output: str | None, html: str | None) -> int:

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from roundpipe.plan.costs import Costs, LayerCost
     from roundpipe.plan.schedule import Visit
 
-# Accesses to host memory per byte of gradient: read by its norm; read as it comes to the sum, which
-# is read and written; the first of a step is read and written.
-_NORM_TRAFFIC = 1
-_SUM_TRAFFIC = 3
-_FIRST_SUM_TRAFFIC = 2
-
 
 class Loads:
     """The loads of one program's actions. ``speeds``: of each device, relative to the costs'."""
@@ -34,7 +28,7 @@ class Loads:
         self._program, self._schedule = program, program.schedule
         self._costs, self._speeds = costs, speeds
         self._known: dict[tuple[Action, bool], Load] = {}
-        self._summed = self._first_sums()
+        self._summed = self._partial()
 
     def of(self, action: Action, *, by_layer: bool = False) -> Load:
         """What ``action`` takes; ``by_layer``: recompute keeps one layer's activations."""
@@ -62,7 +56,7 @@ class Loads:
         if action.op is Op.NORM:
             summed = any(layer == action.index for _, layer in self._summed)
             size = cost.gradient_bytes if summed else cost.whole_download_bytes
-            return Load(num_bytes=_NORM_TRAFFIC * size)
+            return Load(num_bytes=size)  # it reads them
         if action.op is Op.PUBLISH:
             return Load(num_bytes=cost.publish_bytes)
         # Apart from publishing, an update does not write working weights: a third of its traffic.
@@ -71,7 +65,7 @@ class Loads:
 
     def _weights(self, visit: Visit, action: Action) -> Load:
         if action.op is Op.MERGE:
-            return Load(num_bytes=self._merge(visit))
+            return Load(num_bytes=self._merge(action))
         if action.op is Op.DOWNLOAD:
             return Load(num_bytes=self._chunk(action, self._download(visit)), way=Way.DOWN)
         size = sum(cost.weight_bytes for cost in self._layers(visit))
@@ -90,26 +84,28 @@ class Loads:
             for layer in visit.layers
         )
 
-    def _merge(self, visit: Visit) -> int:
-        total = 0
-        for layer in visit.layers:
-            is_first = self._summed.get((visit.number, layer))
-            if is_first is not None:
-                traffic = _FIRST_SUM_TRAFFIC if is_first else _SUM_TRAFFIC
-                total += traffic * self._costs.layers[layer].gradient_bytes
-        return total
+    def _merge(self, action: Action) -> int:
+        """What each visit brought is read once, each owner's sum is written once."""
+        whole = set(self._schedule.owners[action])
+        read = [
+            layer
+            for number in self._schedule.addends[action]
+            for layer in self._schedule.visits[number].layers
+            if (number, layer) in self._summed and whole & set(self._costs.owners_trained(layer))
+        ]
+        return sum(self._costs.layers[layer].gradient_bytes for layer in (*read, *whole))
 
-    def _first_sums(self) -> dict[tuple[int, int], bool]:
-        """For each (visit, layer) whose gradient the host adds up: whether it is the first."""
-        found: dict[tuple[int, int], bool] = {}
-        seen: set[int] = set()
+    def _partial(self) -> set[tuple[int, int]]:
+        """The (visit, layer) whose gradients come down to be added up."""
+        found: set[tuple[int, int]] = set()
         for visit in self._schedule.visits:
             if self._schedule.trains(visit):
                 direct = self._schedule.owners[Action(Op.DOWNLOAD, visit.number, chunk=0)]
-                for layer in visit.layers:
-                    if layer not in direct and self._costs.layers[layer].is_trainable:
-                        found[visit.number, layer] = layer not in seen
-                        seen.add(layer)
+                found.update(
+                    (visit.number, layer)
+                    for layer in visit.layers
+                    if layer not in direct and self._costs.layers[layer].is_trainable
+                )
         return found
 
     # ---- activations

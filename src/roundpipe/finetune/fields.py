@@ -230,6 +230,12 @@ class TrainConfig(BaseModel):
                 )
         return given
 
+    @field_validator("machine", mode="before")
+    @classmethod
+    def _machine_as_text(cls, given: Any) -> Any:
+        """A card's name may look like a number: 4090."""
+        return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
     @field_validator("device_memory_limit", mode="before")
     @classmethod
     def _memory_in_bytes(cls, given: Any) -> Any:

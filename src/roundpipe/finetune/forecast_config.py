@@ -73,7 +73,8 @@ def read_wish(
 
     ``count_devices`` is asked where a batch is given per device. Raises ConfigError.
     """
-    layers = [_Layer(dict(file)), _Layer(dict(command_line))]
+    said = frozenset(target for key in command_line for target in _targets(key))
+    layers = [_Layer(file, silenced=said), _Layer(command_line)]
     plain = [layer.plain() for layer in layers]
     taken = {**layers[0].taken, **layers[1].taken}
     for target, value in (("model_name_or_path", _PLACEHOLDER), ("dataset", _PLACEHOLDER)):
@@ -130,10 +131,13 @@ def trains_today(**values: Any) -> bool:
 
 
 class _Layer:
-    """Takes out of one layer of keys what only a plan understands."""
+    """Takes out of one layer of keys what only a plan understands.
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
+    ``silenced``: fields that the command line sets, so that what the file says of them is moot.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *, silenced: frozenset[str] = frozenset()) -> None:
+        self._given, self._silenced = given, silenced
         self.taken: dict[str, Any] = {}
         self.said: list[str] = []
 
@@ -148,7 +152,7 @@ class _Layer:
     def _takes(self, key: str, target: str, value: Any) -> bool:
         if key not in KNOWN or key in keys.REFUSED:
             return False
-        if _FOUR_BITS.get(key, value is not value) == value:
+        if key in _FOUR_BITS and value == _FOUR_BITS[key]:
             return self._take("is_packed", True, f"{key}: {text_of(value)}")
         if target in keys.LATER:
             nothing, _ = keys.LATER[target]
@@ -173,8 +177,10 @@ class _Layer:
         return False
 
     def _take(self, target: str, value: Any, said: str) -> bool:
-        self.taken[target] = value
-        self.said.append(said)
+        field = "finetuning_type" if target == "is_packed" else target
+        if field not in self._silenced:
+            self.taken[target] = value
+            self.said.append(said)
         return True
 
 
@@ -187,6 +193,12 @@ def _is_later(key: str, value: Any) -> bool:
     return False
 
 
+def _targets(key: str) -> tuple[str, ...]:
+    """The fields that a key sets."""
+    name = keys.ALIASES.get(key, key)
+    return keys.DERIVED.get(name, (name,)) if name not in keys.LATER else (name,)
+
+
 def _has(layer: Mapping[str, Any], target: str) -> bool:
     return any(keys.ALIASES.get(key, key) == target and value for key, value in layer.items())
 
@@ -197,7 +209,9 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _one_of(key: str, value: Any, known: tuple[str, ...]) -> str:
     if value not in known:
-        raise ConfigError(f"{key}: {value} is not one of: {', '.join(known)}\nhint: {key}={known[0]}")
+        raise ConfigError(
+            f"{key}: {value} is not one of: {', '.join(known)}\nhint: {key}={known[0]}"
+        )
     return str(value)
 
 

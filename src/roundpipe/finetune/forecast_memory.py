@@ -7,10 +7,10 @@ sequence are found by trying.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from roundpipe.models.estimate.costs import Job, costs
+from roundpipe.models.estimate.costs import costs
 from roundpipe.models.estimate.disk import disk
 from roundpipe.plan.host_bytes import HostBytes, host_bytes
 from roundpipe.plan.memory import Room, microbatch_bytes, slot_bytes
@@ -20,6 +20,7 @@ from roundpipe.plan.schedule import Phase, Visit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from roundpipe.models.estimate.costs import Job
     from roundpipe.models.estimate.disk import Disk
     from roundpipe.models.estimate.profile import Profile
     from roundpipe.plan.costs import Costs
@@ -61,22 +62,14 @@ class Case:
     def speeds(self, *, size: int) -> tuple[float, ...] | None:
         """Of the devices, relative to the first; None: all alike. Raises ConfigError."""
         cards = self.machine.cards
-        if len(set(cards)) == 1:
+        if all(card == cards[0] for card in cards):
             return None
-        work = {card: _work(costs(self.profile, card, self._job(size, None))) for card in {*cards}}
-        return tuple(work[cards[0]] / work[card] for card in cards)
+        work = [_work(costs(self.profile, card, self._job(size, None))) for card in cards]
+        return tuple(work[0] / each for each in work)
 
     def _job(self, size: int, length: int | None) -> Job:
-        job = self.job
-        return Job(
-            dtype=job.dtype,
-            fp16_accumulation=job.fp16_accumulation,
-            length=job.length if length is None else length,
-            microbatch_size=size,
-            optim_dtype=job.optim_dtype,
-            moments_dtype=job.moments_dtype,
-            staleness=job.staleness,
-        )
+        wanted = self.job.length if length is None else length
+        return replace(self.job, microbatch_size=size, length=wanted)
 
     @property
     def device_limit(self) -> int:
@@ -89,7 +82,8 @@ class Case:
 
     def least_device(self, *, size: int, length: int | None = None) -> DeviceNeed:
         """What a device needs at least: every layer as a stage of its own."""
-        return device_need(single_layers(self.at(size=size, length=length)))
+        of = self.at(size=size, length=length)
+        return device_need(of, single_layers(of))
 
     def least_host(self, *, size: int, length: int | None = None, batch: int = 0) -> HostBytes:
         """What the host needs at least: each stage once a step, as few saved inputs as can be.
@@ -116,16 +110,24 @@ class Case:
         return found
 
     def longest(self) -> int:
-        """The most tokens of a sequence that fit, one a microbatch and a device; 0: none do."""
+        """The most tokens of a sequence that fit, one a microbatch and a device; 0: none do.
+
+        Where host memory does not even hold the weights, only devices count.
+        """
+        is_hopeless = not self._host_holds(1)
 
         def is_too_long(length: int) -> bool:
-            device = self.least_device(size=1, length=length)
-            if device.total > self.device_limit:
+            if self.least_device(size=1, length=length).total > self.device_limit:
                 return True
-            host = self.least_host(size=1, length=length, batch=self.machine.num_devices)
-            return self.host_total(host, device) > self.machine.host.memory_bytes
+            return not is_hopeless and not self._host_holds(length)
 
         return bisect_right(range(1, _LONGEST + 1), x=False, key=is_too_long)
+
+    def _host_holds(self, length: int) -> bool:
+        """Whether the host holds a step of one sequence a device."""
+        device = self.least_device(size=1, length=length)
+        host = self.least_host(size=1, length=length, batch=self.machine.num_devices)
+        return self.host_total(host, device) <= self.machine.host.memory_bytes
 
     def disk(self, save_total_limit: int | None) -> tuple[int, Disk]:
         """Bytes in all, and what they are. None: no checkpoint is kept beside the result."""
@@ -135,17 +137,17 @@ class Case:
         return found.total, found
 
 
-def single_layers(of: Costs) -> tuple[Costs, Partition]:
+def single_layers(of: Costs) -> Partition:
     """Every layer as a stage of its own."""
     last = of.num_layers - 1
     lowest = last if of.first_trainable is None else of.first_trainable
     below = tuple(range(layer, layer + 1) for layer in range(last))
-    return of, Partition(below, range(last, last + 1), below[lowest:][::-1])
+    return Partition(below, range(last, last + 1), below[lowest:][::-1])
 
 
 def few_stages(of: Costs, limit: int) -> Partition:
     """Backward stages as large as the device holds: the fewest saved inputs."""
-    _, single = single_layers(of)
+    single = single_layers(of)
     room = Room(of, limit)
     backward: list[range] = []
     for stage in single.backward:
@@ -157,23 +159,26 @@ def few_stages(of: Costs, limit: int) -> Partition:
     return Partition(single.forward, single.fused, tuple(backward))
 
 
-def device_need(given: tuple[Costs, Partition]) -> DeviceNeed:
+def device_need(of: Costs, partition: Partition) -> DeviceNeed:
     """What a device that runs the stages of a partition holds at its worst, as `plan.memory` says.
 
     A fused stage of several layers lies beside each of the others; one layer counts as they do.
     """
-    of, partition = given
     fused = partition.fused
     room = Room(of, 0)
     if len(fused) > 1:
-        room = Room(of, 0, slot_bytes(of, fused, Phase.FUSED), microbatch_bytes(of, fused, Phase.FUSED))
+        room = Room(
+            of, 0, slot_bytes(of, fused, Phase.FUSED), microbatch_bytes(of, fused, Phase.FUSED)
+        )
     stages = [(stage, Phase.FORWARD) for stage in partition.forward]
     stages += [(stage, Phase.BACKWARD) for stage in partition.backward]
     if len(fused) == 1 or not stages:
         stages.append((fused, Phase.FUSED))
     worst, phase = max(stages, key=lambda stage: room.needs(*stage))
     total = room.needs(worst, phase)
-    if room.microbatch + room.slot > slot_bytes(of, worst, phase) + microbatch_bytes(of, worst, phase):
+    if room.microbatch + room.slot > slot_bytes(of, worst, phase) + microbatch_bytes(
+        of, worst, phase
+    ):
         worst, phase = fused, Phase.FUSED
     return DeviceNeed(
         total, worst, slot_bytes(of, worst, phase), microbatch_bytes(of, worst, phase)

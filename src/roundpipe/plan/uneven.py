@@ -153,6 +153,19 @@ def tapered(partition: Partition, costs: Costs, *, stages: int, pieces: int) -> 
     )
 
 
+def split_forward(partition: Partition, costs: Costs, *, pieces: int) -> Partition:
+    """Cut every forward stage into ``pieces``, as even in time as layers allow.
+
+    Work that follows an update starts when its own weights are there: the smaller the sooner.
+    """
+
+    def forward(layers: range) -> float:
+        return sum(costs.layers[layer].forward_seconds for layer in layers)
+
+    parts = (part for stage in partition.forward for part in _pieces(stage, pieces, forward))
+    return Partition(tuple(parts), partition.fused, partition.backward)
+
+
 def _pieces(stage: range, count: int, seconds: Callable[[range], float]) -> list[range]:
     """At most ``count`` parts of a stage, bottom up, each about its share of what is left."""
     count = min(count, len(stage))

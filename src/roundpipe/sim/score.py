@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from roundpipe.sim.candidate import Candidate
     from roundpipe.sim.simulate import Simulation
 
-_STEPS = 4  # of a chain: the first fills the pipeline, the last two are measured
+_STEPS = 4  # of a chain: the first fill the pipeline, the last two are measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,19 +136,21 @@ class Scores:
         visits = candidate.visits(
             setting.costs, devices=setting.devices, microbatches=setting.microbatches
         )
+        # What a step does to the next is seen in the second one; an update left behind in the third.
+        steps = _STEPS if setting.staleness else _STEPS - 1
         played = VisitPlayer(
             visits,
             setting.prices,
             setting.machine,
             devices=setting.devices,
             turn=candidate.turn(visits, devices=setting.devices),
-            steps=_STEPS,
+            steps=steps,
             staleness=setting.staleness,
             eager=setting.eager,
             hop_seconds=setting.hop,
         ).play()
-        self.num_visits += _STEPS * len(visits)
+        self.num_visits += steps * len(visits)
         ends = played.step_ends
-        seconds = (ends[-1] - ends[_STEPS // 2 - 1]) / (_STEPS // 2)
-        copied = setting.copy_seconds_per_byte * played.moved_bytes / _STEPS
+        seconds = (ends[-1] - ends[-3]) / 2
+        copied = setting.copy_seconds_per_byte * played.moved_bytes / steps
         return max(seconds + copied / setting.devices, setting.python_seconds)

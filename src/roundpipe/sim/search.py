@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.plan.generators import Replicas
 from roundpipe.plan.partition import Partition, forward_stages, front, fused_choices
+from roundpipe.plan.uneven import split_forward, tapered
 from roundpipe.sim.candidate import Candidate
 from roundpipe.sim.score import Scores, Setting
 
@@ -27,9 +28,9 @@ __all__ = ["Plan", "ScheduleName", "Setting", "choose", "given"]
 
 ScheduleName = Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"]
 _NEAR = 0.01  # plans closer than this are as good as each other
-_REPLICAS_PAY = 0.03  # auto leaves round-robin for no less: then bits depend on the devices
+_REPLICAS_PAY = 0.01  # auto leaves round-robin for no less: then bits depend on the devices
 _PARTITIONS = 14  # of a front, at most
-_VISITS = 150_000  # played by one search, about
+_VISITS = 120_000  # played by one search, about
 _TURNS = 3  # rounds of changing one thing at a time
 
 
@@ -72,8 +73,9 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
     ``round_robin``: every stage on one device and all microbatches in one round, so that the same
     number of microbatches gives the same bits on any number of devices. ``replicated``: every stage
     on all devices. ``hybrid``: a number of its own for each kind of stage, and rounds. ``gpipe``:
-    stages stay on their devices. ``auto``: round-robin, unless a hybrid gains 3 %. Raises ConfigError for an unknown name,
-    PlanError if nothing fits.
+    stages stay on their devices. ``auto``: round-robin, unless a hybrid gains 1 %.
+
+    Raises ConfigError for an unknown name, PlanError if nothing fits.
     """
     if name not in get_args(ScheduleName):
         raise ConfigError(f"unknown schedule: {name}\nhint: {', '.join(get_args(ScheduleName))}")
@@ -93,6 +95,16 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
     return search.plan(found)
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """Where a partition comes from: a place on a front, and what was cut further."""
+
+    fuse: int
+    place: int
+    pieces: int = 1  # of each forward stage
+    ramp_stages: int = 0  # at both ends of a step, cut in two
+
+
 class _Search:
     """One search: fronts, scores and what may be changed."""
 
@@ -100,6 +112,7 @@ class _Search:
         self.setting = setting
         self.scores = Scores(setting)
         self._fronts: dict[int, list[Partition]] = {}
+        self._shapes: dict[Partition, _Shape] = {}
 
     @cached_property
     def fuses(self) -> list[int]:
@@ -126,8 +139,24 @@ class _Search:
             )
             count = min(len(whole), _PARTITIONS)
             step = (len(whole) - 1) / max(count - 1, 1)
-            self._fronts[fuse] = [whole[round(at * step)] for at in range(count)]
+            cuts = [whole[round(at * step)] for at in range(count)]
+            self._fronts[fuse] = cuts
+            self._shapes.update({cut: _Shape(fuse, at) for at, cut in enumerate(cuts)})
         return self._fronts[fuse]
+
+    def cut(self, shape: _Shape) -> Partition | None:
+        """The partition of a shape; None if there is no such place."""
+        cuts = self.front(shape.fuse)
+        if not 0 <= shape.place < len(cuts):
+            return None
+        partition = cuts[shape.place]
+        if shape.pieces > 1:
+            partition = split_forward(partition, self.setting.costs, pieces=shape.pieces)
+        if shape.ramp_stages:
+            costs, stages = self.setting.costs, shape.ramp_stages
+            partition = tapered(partition, costs, stages=stages, pieces=2)
+        self._shapes.setdefault(partition, shape)
+        return partition
 
     def start(self, copies: tuple[int, int, int]) -> Candidate:
         """The best of a few cuts with so many replicas."""
@@ -183,13 +212,14 @@ class _Search:
     # ---- what may be changed
 
     def _cut(self, here: Candidate) -> Iterator[Candidate]:
-        cuts = next((f for f in self._fronts.values() if here.partition in f), [])
-        at = cuts.index(here.partition) if cuts else 0
-        for other in (at - 2, at - 1, at + 1, at + 2):
-            if 0 <= other < len(cuts):
-                yield replace(here, partition=cuts[other])
+        shape = self._shapes[here.partition]
+        others = [replace(shape, place=shape.place + by) for by in (-2, -1, 1, 2)]
+        others += [replace(shape, pieces=count) for count in {*_around(shape.pieces)}]
+        others += [replace(shape, ramp_stages=count) for count in (0, 1, 2, 4)]
+        yield from self._shaped(here, others)
 
     def _fuse(self, here: Candidate) -> Iterator[Candidate]:
+        shape, others = self._shapes[here.partition], []
         count = here.partition.num_stages
         for fuse in self.fuses:
             try:
@@ -197,13 +227,20 @@ class _Search:
             except PlanError:
                 continue
             near = min(range(len(cuts)), key=lambda at: abs(cuts[at].num_stages - count))
-            yield replace(here, partition=cuts[near])
+            others.append(replace(shape, fuse=fuse, place=near))
+        yield from self._shaped(here, others)
+
+    def _shaped(self, here: Candidate, shapes: Sequence[_Shape]) -> Iterator[Candidate]:
+        for shape in shapes:
+            partition = self.cut(shape)
+            if partition is not None:
+                yield replace(here, partition=partition)
 
     def _replicas(self, here: Candidate) -> Iterator[Candidate]:
         now = (here.replicas.forward, here.replicas.fused, here.replicas.backward)
         for kind in range(3):
-            for count in {now[kind] // 2, now[kind] * 2, now[kind] * 3 // 2}:
-                if 1 <= count <= self.setting.devices and count != now[kind]:
+            for count in _around(now[kind]):
+                if count <= self.setting.devices:
                     copies = [*now]
                     copies[kind] = count
                     yield here.with_replicas(*copies)
@@ -238,6 +275,11 @@ class _Search:
             what += f"; {others[0][1]} {others[0][0] / seconds - 1:+.0%}"
         alternatives = tuple((other, kept) for kept, other in others)
         return _plan(self.setting, candidate, seconds, what, alternatives)
+
+
+def _around(count: int) -> tuple[int, ...]:
+    """Other counts near ``count``, above and below."""
+    return tuple(sorted({max(count // 2, 1), count + 1, count * 2} - {count}))
 
 
 def given(setting: Setting, partition: Partition, replicas: Replicas | None = None) -> Plan:

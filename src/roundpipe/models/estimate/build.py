@@ -7,7 +7,7 @@ one layer of each kind is run, at three lengths: see `roundpipe.models.estimate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from roundpipe.models.causal_layers import Block, CausalLMContext, Suffix
 from roundpipe.models.causal_lm import chain_of
 from roundpipe.models.estimate.adapter import apply_method
 from roundpipe.models.estimate.amount import Amount
-from roundpipe.models.estimate.layer_run import META, Given, run_layer
+from roundpipe.models.estimate.layer_run import META, Given, make_shell, run_layer
 from roundpipe.models.estimate.meter import Answering, Counts
 from roundpipe.models.estimate.profile import (
     Kind,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from roundpipe.models.estimate.layer_run import Counted
     from roundpipe.models.estimate.method import Method
     from roundpipe.models.recording import Split
+    from roundpipe.models.shell import TreeShell
 
 _LENGTHS = (512, 1024, 2048)
 _DTYPES = {16: torch.bfloat16, 32: torch.float32}
@@ -96,7 +97,7 @@ def _build(config: Any, dtype: torch.dtype) -> nn.Module:
     with META:
         made: Any = AutoModelForCausalLM.from_config  # carries no types
         model: nn.Module = made(config, dtype=dtype, trust_remote_code=False)
-    return model
+    return model.to(META)  # some functions that draw do not ask which device is the default
 
 
 def _text(config: Any) -> Any:
@@ -154,17 +155,19 @@ class _Run:
     layers: Sequence[CausalLayer]
     dtype: torch.dtype
     fuse: Any
+    _context: CausalLMContext = field(init=False)
+    _shells: dict[int, TreeShell] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._context = CausalLMContext(self.split, META)
 
     def at(self, length: int, wanted: Sequence[int]) -> list[Counted]:
         """Run the ``wanted`` layers on one sequence of ``length``."""
         ids = torch.zeros(1, length, dtype=torch.long, device=META)
         inputs = Inputs((), {"input_ids": ids, "labels": ids})
-        context = CausalLMContext(self.split, META)
-        calls = context(inputs, range(len(self.layers)))
-        prefix = self.layers[0].make_shell(META)
-        prefix.bind(self.layers[0].tensors)
+        calls = self._context(inputs, range(len(self.layers)))
         with torch.no_grad():
-            hidden = prefix(None, inputs, None)
+            hidden = self._shell(0)(None, inputs, None)
         counted = []
         for index in wanted:
             given = Given(
@@ -175,8 +178,13 @@ class _Run:
                 is_last=isinstance(self.layers[index], Suffix),
                 fuse=self.fuse,
             )
-            counted.append(run_layer(self.layers[index], given))
+            counted.append(run_layer(self.layers[index], self._shell(index), given))
         return counted
+
+    def _shell(self, index: int) -> TreeShell:
+        if index not in self._shells:
+            self._shells[index] = make_shell(self.layers[index])
+        return self._shells[index]
 
 
 def _count_kinds(run: _Run, wanted: Sequence[int], lengths: tuple[int, ...]) -> tuple[Kind, ...]:

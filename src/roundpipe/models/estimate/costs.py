@@ -110,9 +110,9 @@ def _layer_cost(
         weight_bytes=sizes.slot,
         gradient_bytes=sizes.sums,
         download_bytes=sizes.sums if sizes.shares else sizes.own_whole,
-        boundary_bytes=round(kind.boundary.at(*job.at)),
-        activation_bytes=round(kind.kept.at(*job.at)),
-        peak_bytes=round(kind.peak(*job.at)) + sizes.largest_unpacked,
+        boundary_bytes=_whole(kind.boundary.at(*job.at)),
+        activation_bytes=_whole(kind.kept.at(*job.at)),
+        peak_bytes=_whole(kind.peak(*job.at)) + sizes.largest_unpacked,
         host_forward_seconds=kind.forward.calls * given.call_seconds,
         host_backward_seconds=(
             given.backward_seconds + gradients * given.gradient_seconds if backward else 0.0
@@ -123,6 +123,10 @@ def _layer_cost(
         pageable_bytes=host.pageable_bytes,
         borrows=sizes.borrows,
     )
+
+
+def _whole(count: float) -> int:
+    return max(round(count), 0)
 
 
 @dataclass(frozen=True)

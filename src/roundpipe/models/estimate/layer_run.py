@@ -60,20 +60,25 @@ class Given:
         return meter
 
 
-def run_layer(layer: CausalLayer, given: Given) -> Counted:
+def make_shell(layer: CausalLayer) -> TreeShell:
+    """A shell of ``layer`` on meta, with sums for its gradients."""
+    shell = layer.make_shell(META)
+    shell.bind(layer.tensors)
+    for parameter in shell.parameters.values():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    return shell
+
+
+def run_layer(layer: CausalLayer, shell: TreeShell, given: Given) -> Counted:
     """Run ``layer`` as a forward stage does (the last is never in one), then as backward stages do.
 
     Gradients of parameters are added to sums that are there already, as a device does for all
     microbatches but the first.
     """
-    shell = layer.make_shell(META)
-    shell.bind(layer.tensors)
     outside = [*layer.tensors.values(), *shell.parameters.values()]
+    outside += [p.grad for p in shell.parameters.values() if p.grad is not None]
     moments = [] if given.is_last else _forward_alone(shell, given, outside)
-    for parameter in shell.parameters.values():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            outside.append(parameter.grad)
     boundary = tree_map(_leaf, given.boundary)
     with ExitStack() as stack:
         meter = given.metered(stack, outside)
