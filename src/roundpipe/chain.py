@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roundpipe.engine.call import StepInMaking
+from roundpipe.engine.drift import DriftWatch
+from roundpipe.engine.microbatch import rows_of
 from roundpipe.engine.updates import Update
 from roundpipe.plan.timeline import Timeline
 from roundpipe.planner import Kind
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from roundpipe.config import RoundPipeRunConfig
     from roundpipe.engine.engine import Engine
     from roundpipe.engine.run import Call, Run, Timings
+    from roundpipe.engine.weigh import Sizes
     from roundpipe.planner import Planner
     from roundpipe.sim.search import Plan
 
@@ -40,6 +44,8 @@ class Chain:
         self._kind: Kind | None = None
         self._last: Run | None = None  # the training run that the next one may follow
         self._measured: Run | None = None  # what the planner is to learn from
+        self._sizes: Sizes | None = None  # weighed in the first run
+        self._watch = DriftWatch()
         self._num_runs = 0  # since planning from sizes
         self._num_recovered = 0  # failures of the engine that are known here
         self._timings: deque[Timings] = deque(maxlen=_REMEMBERED_RUNS)
@@ -62,12 +68,12 @@ class Chain:
         is_further = bool(self.making.runs)
         if is_further:
             self._engine.drain()
-        elif self._num_runs == _RUNS_BEFORE_MEASURED_PLAN and self._measured is not None:
-            self._engine.drain()
-            self._planner.learn(self._measured)
-            self._measured = None
+        elif self._planner.learns:
+            self._learn()
+            call = replace(call, weighs=self._num_runs == 0)
         num_microbatches = len(call.microbatches)
-        plan = self._planner.plan(num_microbatches, config.execute_plan)
+        rows = max(map(rows_of, call.microbatches))
+        plan = self._planner.plan(num_microbatches, config.execute_plan, rows=rows)
         kind = Kind(plan, num_microbatches, self.staleness, accumulate=is_further)
         last = self._last if kind == self._kind and not is_further else None
         start = last.program.schedule.next_start_device if last is not None else 0
@@ -77,18 +83,33 @@ class Chain:
         run = self._engine.start(program, call, follows=last is not None)
         self._kind = kind
         self._num_runs += 1
+        if self._num_runs == 1:
+            self._sizes = run.sizes
         if self._num_runs <= _RUNS_BEFORE_MEASURED_PLAN:
             self._measured = run
         self.making.runs.append(run)
         self._timings.append(run.timings)
         return run
 
-    def start_forward(self, call: Call) -> Run:
+    def start_forward(self, call: Call, config: RoundPipeRunConfig) -> Run:
         """Begin a pass without gradient on idle devices."""
+        program = self._planner.forward(len(call.microbatches), config.execute_plan)
         self._last = None
         self._begin_idle()
-        program = self._planner.forward(len(call.microbatches))
         return self._engine.start(program, call, follows=False)
+
+    def _learn(self) -> None:
+        """Let the planner learn from the first runs, and again when times have drifted."""
+        if self._num_runs == _RUNS_BEFORE_MEASURED_PLAN and self._measured is not None:
+            self._engine.drain()
+            reason = f"measured in step {self._measured.call.step + 1}"
+            self._planner.learn(self._measured, self._sizes, reason)
+            self._measured = self._sizes = None
+        elif self._watch.has_drifted(self._kind, self._timings) and self._last is not None:
+            run = self._last
+            self._engine.drain()
+            reason = f"times have drifted by step {run.call.step + 1}"
+            self._planner.learn(run, None, reason)
 
     def step(self, update: Update, *, is_async: bool) -> None:
         """Begin the update of the step in making, which ends it."""
@@ -135,7 +156,7 @@ class Chain:
             model.forget_shells()
         self._planner.restart()
         self._num_runs = self.staleness = 0
-        self._last = self._measured = None
+        self._last = self._measured = self._sizes = None
 
     def _begin_idle(self) -> None:
         """Let shells follow ``train()`` and ``eval()``, of submodules too, on idle devices."""

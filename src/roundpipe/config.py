@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from roundpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 RecomputeGrain = Literal["stage", "layer"]
+_GB = 1e9
+
+
+class _Planner(Protocol):
+    """What a wrapped model brings: it knows what its layers cost."""
+
+    def balanced_stages(
+        self,
+        planners: Sequence[Any],
+        run_type: Any,
+        *,
+        min_stages: int | None,
+        upper_threshold: float,
+        memory_limit: float | None,
+    ) -> list[tuple[list[range], list[range]]]:
+        """Forward and backward stages of each planner's model."""
+        ...
 
 
 @dataclass
@@ -24,6 +41,54 @@ class ModelExecutePlan:
 
     fwd_plan: list[range] = field(default_factory=list)
     bwd_plan: list[range] = field(default_factory=list)
+
+    @classmethod
+    def auto(
+        cls,
+        run_type: str,
+        *models: Any,
+        min_stages: int | None = None,
+        upper_threshold: float = 1.1,
+        model_memory_limit: float | None = None,
+    ) -> Any:
+        """Balanced stages for one wrapped model, or a list for several, balanced together.
+
+        ``run_type``: ``"infer"``, forward alone; ``"train"``, forward and backward over all layers,
+        for ``forward``; ``"fused"`` for ``forward_backward``: the first backward stage runs forward
+        too. ``min_stages`` (default: the number of devices) is kept where there are layers enough.
+        No stage takes longer than ``upper_threshold`` times the slowest layer.
+        ``model_memory_limit``: GB of a device for weights and gradients, half of it for the stage
+        that comes next (default: 60 % of the smallest device). By times measured so far.
+        """
+        if run_type not in ("infer", "train", "fused"):
+            raise ConfigError(f"run_type must be 'infer', 'train' or 'fused': {run_type!r}")
+        if not upper_threshold >= 1:
+            raise ConfigError(f"upper_threshold must be at least 1: {upper_threshold}")
+        if min_stages is not None and min_stages < 1:
+            raise ConfigError(f"min_stages must be at least 1: {min_stages}")
+        if model_memory_limit is not None and not model_memory_limit > 0:
+            raise ConfigError(f"model_memory_limit must be above 0: {model_memory_limit}")
+        planners: list[_Planner] = [_planner_of(model) for model in models]
+        if not planners:
+            raise ConfigError("no model to plan for\nhint: ModelExecutePlan.auto('fused', model)")
+        stages = planners[0].balanced_stages(
+            planners,
+            run_type,
+            min_stages=min_stages,
+            upper_threshold=upper_threshold,
+            memory_limit=None if model_memory_limit is None else model_memory_limit * _GB,
+        )
+        plans = [cls(forward, backward) for forward, backward in stages]
+        return plans[0] if len(plans) == 1 else plans
+
+
+def _planner_of(model: Any) -> _Planner:
+    planner = getattr(model, "planner", None)
+    if not hasattr(planner, "balanced_stages"):
+        raise ConfigError(
+            f"not a wrapped model: {type(model).__name__}\nhint: RoundPipe(model) first"
+        )
+    return cast("_Planner", planner)
 
 
 @dataclass(frozen=True)

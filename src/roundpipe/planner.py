@@ -1,39 +1,62 @@
 """Chooses plans for a model and lowers them to programs; keeps both.
 
-A plan is chosen from sizes at first and once more from what was measured: the number of
-microbatches
-never changes, so neither do the results. A program is kept for each start device, because the deal
-goes on from step to step.
+A plan is chosen from sizes at first and anew from what was measured, once that has settled and when
+it has drifted. What is chosen anew gives the same bits: the number of microbatches, replicas and
+rounds stay, and so do results. A program is kept for each start device, because the deal goes on
+from step to step.
+
+[Note: activations not known yet] Until a microbatch was weighed nobody knows what autograd keeps of
+a layer. So no stage of several layers takes more than a quarter of a step's work at first: then
+memory is of the size that any pipeline needs. Afterwards memory decides.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from roundpipe.engine.measure import costs_from_sizes, measured
+from roundpipe.engine.ground import ground_of
+from roundpipe.engine.measure import (
+    SECONDS_PER_WEIGHT,
+    costs_from_sizes,
+    measured,
+    measured_by_visits,
+    weighed,
+)
 from roundpipe.engine.program import Program
 from roundpipe.errors import ConfigError, PlanError
+from roundpipe.models.ghost import declared_costs
+from roundpipe.plan.by_hand import balanced, forward_of, partition_in, partition_of
 from roundpipe.plan.check import check
 from roundpipe.plan.generators import at_start_device, forward_only
-from roundpipe.plan.partition import Partition
 from roundpipe.plan.passes import Options, lower_chain
+from roundpipe.plan.schedule import Schedule
+from roundpipe.sim.chosen import plan_of
+from roundpipe.sim.score import Scores
 from roundpipe.sim.search import Plan, Setting, choose, given
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from roundpipe.config import ModelExecutePlan
+    from roundpipe.engine.pool import DevicePool
     from roundpipe.engine.run import Run
+    from roundpipe.engine.weigh import Sizes
     from roundpipe.models.spec import ModelSpec
+    from roundpipe.plan.by_hand import RunType, Stages
     from roundpipe.plan.costs import Costs
-    from roundpipe.plan.schedule import Schedule
+    from roundpipe.plan.machine import Machine
+    from roundpipe.plan.partition import Partition
     from roundpipe.store.layer import HostLayer
+
+    ScheduleMaker = Callable[[Costs, Machine | None, int], Schedule]
 
 logger = logging.getLogger(__name__)
 
-_CPU_COPY_SECONDS_PER_BYTE = 1.5e-10  # on the CPU a copy takes a core's time from computing
+_LEAST_STAGES = 4  # see [Note: activations not known yet]
+_WORTH = 0.02  # what a plan must gain for a running one to be given up
+_MEMORY_SHARE = 0.6  # of the smallest device, for the weights and gradients of balanced stages
 
 
 @dataclass(frozen=True)
@@ -46,57 +69,172 @@ class Kind:
     accumulate: bool = False
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A pass without gradient."""
+
+    stages: tuple[range, ...]
+    num_microbatches: int
+
+
 class Planner:
-    """See the module docstring. ``schedule`` is a name that ``roundpipe.sim.search`` knows."""
+    """See the module docstring.
+
+    ``schedule`` is a name that ``roundpipe.sim.search`` knows, or a function of costs, machine and
+    number of microbatches that gives what devices compute in a step.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         layers: Sequence[HostLayer],
+        pool: DevicePool,
         *,
-        num_devices: int,
-        schedule: str,
+        schedule: str | ScheduleMaker,
         memory_limit: int | None,
-        on_cpu: bool,
     ) -> None:
         self._spec, self._layers = spec, layers
-        # On the CPU copies take the cores that compute, so replicas bring nothing there.
-        is_plain = schedule == "auto" and on_cpu
-        self._num_devices, self._schedule = num_devices, "round_robin" if is_plain else schedule
-        self._memory_limit, self._on_cpu = memory_limit, on_cpu
+        self._ground = ground_of(pool, memory_limit)
+        self._num_devices = len(pool.devices)
+        self._make = None if isinstance(schedule, str) else schedule
+        self._schedule = schedule if isinstance(schedule, str) else "round_robin"
+        if self._schedule == "auto" and self._ground.is_on_cpu:
+            # On the CPU copies take the cores that compute, so replicas bring nothing there.
+            self._schedule = "round_robin"
         self._plans: dict[tuple[int, Partition | None], Plan] = {}
-        self._lowered: dict[Kind | int, Schedule] = {}  # int: forward only, so many microbatches
-        self._programs: dict[tuple[Kind | int, int], Program] = {}
-        self.costs = costs_from_sizes(spec, layers)
-        choose(self._setting(1), schedule)  # an unknown name or a layer that cannot fit: now
+        self._lowered: dict[Kind | Pass, Schedule] = {}
+        self._programs: dict[tuple[Kind | Pass, int], Program] = {}
+        self.restart()
+        self._require_layers()
 
     def restart(self) -> None:
         """Begin from sizes again: what is trained has changed."""
-        self.costs = costs_from_sizes(self._spec, self._layers)
-        self._forget()
+        declared = declared_costs(self._spec.module) if self._ground.is_emulated else None
+        self.costs = declared or costs_from_sizes(self._spec, self._layers)
+        self._is_weighed = declared is not None
+        self._is_scaled = declared is not None or not self._ground.flops or self._ground.is_on_cpu
+        self._plans.clear()
+        self._forget_programs()
 
-    def _forget(self) -> None:
-        for kept in (self._plans, self._lowered, self._programs):
-            kept.clear()
+    @property
+    def learns(self) -> bool:
+        """Whether times tell it anything: an emulated machine takes what was declared."""
+        return not self._ground.is_emulated
 
-    def learn(self, run: Run) -> None:
-        """Plan anew from the times of ``run``, on devices that compute where they issue."""
-        if self._on_cpu:
-            self.costs = measured(self.costs, run)
-            self._forget()
+    # ---- learning
 
-    def plan(self, num_microbatches: int, by_hand: ModelExecutePlan | None) -> Plan:
-        """The plan for so many microbatches, chosen now or before."""
-        partition = _partition(by_hand, self.costs) if by_hand is not None else None
+    def learn(self, run: Run, sizes: Sizes | None, reason: str) -> None:
+        """Plan anew from the times of ``run``, and once from what was weighed; devices are idle."""
+        measure = measured if self._ground.is_on_cpu else measured_by_visits
+        self.costs = measure(self.costs, run)
+        if sizes is not None and sizes.kept and not self._is_weighed:
+            self.costs, self._is_weighed = weighed(self.costs, sizes), True
+        if self._make is None:
+            self._plan_anew(reason)
+
+    def _plan_anew(self, reason: str) -> None:
+        for key, old in self._plans.items():
+            num_microbatches, by_hand = key
+            if by_hand is not None:
+                continue
+            setting = self._setting(num_microbatches)
+            new = choose(setting, self._schedule, like=old.candidate)
+            as_it_was = Scores(setting).of(old.candidate)
+            if new == old or not new.seconds < (1 - _WORTH) * as_it_was:
+                what = f"kept after a look, {reason}"
+                self._plans[key] = plan_of(setting, old.candidate, as_it_was, what)
+                continue
+            gain = 1 - new.seconds / as_it_was
+            gained = f"{gain:.0%} shorter than as it was" if gain < 1 else "it would not fit"
+            self._plans[key] = replace(new, why=f"{new.why}; planned anew, {reason}: {gained}")
+            logger.info("plan: %s", self._plans[key])
+            self._forget_programs()
+
+    def _forget_programs(self) -> None:
+        self._lowered.clear()
+        self._programs.clear()
+
+    # ---- plans
+
+    def plan(
+        self, num_microbatches: int, by_hand: ModelExecutePlan | None, *, rows: int = 0
+    ) -> Plan:
+        """The plan for so many microbatches, chosen now or before.
+
+        ``rows``: of one microbatch, by which a layer's weights are multiplied; tells how long it
+        takes a card before that was measured.
+        """
+        partition = partition_of(by_hand, self.costs) if by_hand is not None else None
         key = (num_microbatches, partition)
         if key not in self._plans:
-            setting = self._setting(num_microbatches)
-            plan = (
-                choose(setting, self._schedule) if partition is None else given(setting, partition)
-            )
-            self._plans[key] = plan
+            self._scale(rows)
+            self._plans[key] = plan = self._chosen(num_microbatches, partition)
             logger.info("plan: %s", plan)
         return self._plans[key]
+
+    def _chosen(self, num_microbatches: int, partition: Partition | None) -> Plan:
+        setting = self._setting(num_microbatches)
+        if partition is not None:
+            return given(setting, partition)
+        if self._make is not None:
+            return self._made(setting, self._make)
+        try:
+            return choose(setting, self._schedule)
+        except PlanError:
+            if self._ground.memory_limit is not None or setting.memory_limit is None:
+                raise
+            # Nothing forbids a device of the CPU to take more than its share.
+            return choose(replace(setting, memory_limit=None), self._schedule)
+
+    def _made(self, setting: Setting, make: ScheduleMaker) -> Plan:
+        made = make(self.costs, self._ground.machine, setting.microbatches)
+        if not isinstance(made, Schedule):
+            raise ConfigError(
+                f"schedule= must return a roundpipe.plan.Schedule: {type(made).__name__}"
+            )
+        wanted = {"devices": self._num_devices, "microbatches": setting.microbatches}
+        found = {"devices": made.num_devices, "microbatches": made.num_microbatches}
+        if made.is_lowered or found != wanted:
+            what = "transfers" if made.is_lowered else f"{found}, not {wanted}"
+            raise PlanError(
+                f"schedule= must return what devices compute, and no more: {what}\n"
+                "hint: return what the generators of roundpipe.plan return"
+            )
+        check([made])
+        plan = given(setting, partition_in(made))
+        why = f"as schedule= gave it · {setting.microbatches} microbatches"
+        return replace(plan, made=made, why=f"{why} on {setting.devices} devices")
+
+    def _scale(self, rows: int) -> None:
+        """From the number of operations to seconds, as soon as the size of a batch is known."""
+        if self._is_scaled or not rows:
+            return
+        self._is_scaled = True
+        each = max(2 * rows / self._ground.flops, SECONDS_PER_WEIGHT * 1e-6)
+        self.costs = costs_from_sizes(self._spec, self._layers, seconds_per_weight=each)
+
+    def _setting(self, num_microbatches: int) -> Setting:
+        costs, ground = self.costs, self._ground
+        limit = ground.memory_limit
+        if limit is None and self._is_weighed:
+            limit = ground.soft_limit
+        work = sum(2 * cost.forward_seconds + cost.backward_seconds for cost in costs.layers)
+        return Setting(
+            costs=costs,
+            devices=self._num_devices,
+            microbatches=num_microbatches,
+            machine=ground.played_machine,
+            memory_limit=limit,
+            longest=None if self._is_weighed else work / _LEAST_STAGES,
+            speeds=ground.speeds,
+            copy_seconds_per_byte=ground.copy_seconds_per_byte,
+        )
+
+    def _require_layers(self) -> None:
+        """Raise for an unknown schedule or a layer that cannot fit: now, not in the first step."""
+        choose(self._setting(1), self._schedule if self._schedule != "auto" else "round_robin")
+
+    # ---- programs
 
     def training(self, kind: Kind, start_device: int) -> Program:
         """The program of one step of ``kind`` dealt from ``start_device`` on."""
@@ -108,34 +246,58 @@ class Planner:
                 costs=self.costs, staleness=kind.staleness, accumulate=kind.accumulate
             )
             # What is added to gradients of the same step runs alone: it follows no step.
-            self._lowered[kind] = _lowered(computation, options, steps=1 if kind.accumulate else 3)
+            steps = 1 if kind.accumulate else 3
+            self._lowered[kind] = _lowered(computation, options, steps=steps)
         return self._program(kind, start_device)
 
-    def forward(self, num_microbatches: int) -> Program:
+    def forward(self, num_microbatches: int, by_hand: ModelExecutePlan | None = None) -> Program:
         """The program of one pass without gradient; nothing else is under way when it runs."""
-        if num_microbatches not in self._lowered:
+        if by_hand is not None:
+            stages = forward_of(by_hand, self.costs)
+        else:
+            stages = self.plan(num_microbatches, None).forward
+        key = Pass(stages, num_microbatches)
+        if key not in self._lowered:
             computation = forward_only(
-                self.plan(num_microbatches, None).forward,
-                devices=self._num_devices,
-                microbatches=num_microbatches,
+                stages, devices=self._num_devices, microbatches=num_microbatches
             )
-            options = Options(costs=self.costs)
-            self._lowered[num_microbatches] = _lowered(computation, options, steps=1)
-        return self._program(num_microbatches, 0)
+            self._lowered[key] = _lowered(computation, Options(costs=self.costs), steps=1)
+        return self._program(key, 0)
 
-    def _program(self, key: Kind | int, start_device: int) -> Program:
+    def _program(self, key: Kind | Pass, start_device: int) -> Program:
         if (key, start_device) not in self._programs:
             schedule = at_start_device(self._lowered[key], start_device)
-            self._programs[key, start_device] = Program(schedule)
+            program = Program(schedule)
+            if self._ground.is_emulated:
+                program = Program(schedule, self.costs, self._ground.speeds or ())
+            self._programs[key, start_device] = program
         return self._programs[key, start_device]
 
-    def _setting(self, num_microbatches: int) -> Setting:
-        return Setting(
-            costs=self.costs,
-            devices=self._num_devices,
-            microbatches=num_microbatches,
-            memory_limit=self._memory_limit,
-            copy_seconds_per_byte=_CPU_COPY_SECONDS_PER_BYTE if self._on_cpu else 0.0,
+    # ---- stages for others
+
+    def balanced_stages(
+        self,
+        planners: Sequence[Planner],
+        run_type: RunType,
+        *,
+        min_stages: int | None,
+        upper_threshold: float,
+        memory_limit: float | None,
+    ) -> list[Stages]:
+        """Stages for the models of ``planners``, balanced together, by what is measured so far.
+
+        ``memory_limit``: bytes for the weights and gradients of a stage and the one that comes up
+        behind it; None: a part of the smallest device.
+        """
+        machine = self._ground.played_machine
+        if memory_limit is None and machine is not None:
+            memory_limit = _MEMORY_SHARE * min(card.memory_bytes for card in machine.cards)
+        return balanced(
+            [planner.costs for planner in planners],
+            run_type,
+            min_stages=self._num_devices if min_stages is None else min_stages,
+            upper_threshold=upper_threshold,
+            stage_bytes=None if memory_limit is None else int(memory_limit / 2),
         )
 
 
@@ -144,31 +306,3 @@ def _lowered(computation: Schedule, options: Options, *, steps: int) -> Schedule
     chain = lower_chain(computation, options, steps=steps)
     check(chain)
     return chain[-1]
-
-
-def _partition(by_hand: ModelExecutePlan, costs: Costs) -> Partition:
-    """A plan given by hand as a checked partition; raises PlanError if it misses a layer."""
-    if not by_hand.bwd_plan:
-        raise ConfigError(
-            "an execute plan has no backward stage\n"
-            "hint: bwd_plan begins with the fused stage, e.g. [range(9, 10), range(0, 9)]"
-        )
-    lowest = costs.first_trainable
-    below = [  # what is frozen to the bottom needs no backward, whatever the plan says
-        range(max(stage.start, lowest), stage.stop)
-        for stage in by_hand.bwd_plan[1:]
-        if lowest is not None and stage.stop > lowest
-    ]
-    partition = Partition(tuple(by_hand.fwd_plan), by_hand.bwd_plan[0], tuple(below))
-    if list(partition.fused) != list(range(partition.fused.start, costs.num_layers)):
-        raise PlanError(
-            f"the fused stage must end with the last of {costs.num_layers} layers: "
-            f"{partition.fused}"
-        )
-    reached = min(stage.start for stage in (partition.fused, *partition.backward))
-    if lowest is not None and lowest < reached:
-        raise PlanError(
-            f"backward stages must reach down to the lowest trained layer, {lowest}: "
-            f"{list(partition.backward)}"
-        )
-    return partition

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roundpipe.plan.timeline import Timeline
+    from roundpipe.planner import ScheduleMaker
     from roundpipe.sim.search import Plan
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,10 @@ class RoundPipe(Wrapped):
 
     ``devices``: ``"auto"`` (every GPU, else one CPU device), a number, ``"cuda:0"``, ``"cpu*3"`` or
     a list of these; ``pool``: a ``DevicePool`` in place of it. ``optim_dtype``: of master weights
-    and moments; None is fp32 for 16-bit parameters. ``schedule``: ``"auto"``, ``"round_robin"`` or
-    ``"hybrid"``, see ``roundpipe.sim.search.choose``. ``loss_reduction``: ``"sum"``, ``"mean"`` or
-    ``"token_mean"``, see ``forward_backward``. ``device_memory_limit``: bytes a device may hold.
+    and moments; None is fp32 for 16-bit parameters. ``schedule``: a name that
+    ``roundpipe.sim.search.choose`` knows, or a function (costs, machine, microbatches) that returns
+    a ``Schedule``. ``loss_reduction``: ``"sum"``, ``"mean"`` or ``"token_mean"``, see
+    ``forward_backward``. ``device_memory_limit``: bytes a device may hold.
     ``seed``: of dropout and the like; None takes torch's. ``stall_seconds``: how long nothing may
     finish before a step is given up.
 
@@ -76,7 +78,7 @@ class RoundPipe(Wrapped):
         *,
         devices: Any = "auto",
         pool: DevicePool | None = None,
-        schedule: str = "auto",
+        schedule: str | ScheduleMaker = "auto",
         loss_reduction: str | None = None,
         device_memory_limit: int | None = None,
         seed: int | None = None,
@@ -102,15 +104,11 @@ class RoundPipe(Wrapped):
                 optim_dtype=optim_dtype,
             )
             self._engine = Engine(self._pool, self._spec, self._layers, stall_seconds=stall_seconds)
-            planner = Planner(
-                self._spec,
-                self._layers,
-                num_devices=len(self._pool.devices),
-                schedule=schedule,
-                memory_limit=device_memory_limit,
-                on_cpu=self._pool.computes_on_cpu,
+            limit = device_memory_limit
+            self.planner = Planner(
+                self._spec, self._layers, self._pool, schedule=schedule, memory_limit=limit
             )
-            self._chain = Chain(self._engine, planner)
+            self._chain = Chain(self._engine, self.planner)
             undo.pop_all()
         self._reduction, self._seed = loss_reduction, seed
         self._num_calls, self._num_passes = itertools.count(), itertools.count()  # no gradient
@@ -204,7 +202,7 @@ class RoundPipe(Wrapped):
         asked = ask_forward(args, kwargs, rule)
         call = self._call(asked.microbatches, config, newest=self._chain.staleness == 1)
         with torch.inference_mode(False), self._chain.interruptible():
-            run = self._chain.start_forward(call)
+            run = self._chain.start_forward(call, config)
             self._engine.wait_results(run)
             self._engine.drain()
         if asked.loss is not None and config.merge_output is not False:

@@ -64,3 +64,16 @@ def config_of(tiny_folder: Path, tiny_data: Path, tmp_path: Path) -> Any:
         return make_config({**given, **changes})[0]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def small() -> ModuleType:
+    """The functions of ``small_case.py``."""
+    spec = importlib.util.spec_from_file_location(
+        "small_case", Path(__file__).with_name("small_case.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

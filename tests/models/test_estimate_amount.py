@@ -19,8 +19,11 @@ def test_three_counts_give_back_what_they_were_made_from(fixed, per_token, per_p
 
 
 def test_what_equations_leave_of_a_zero_is_zero():
-    counts = [2.0e12 * length for length in (512, 1024, 2048)]
-    assert Amount.through((512, 1024, 2048), counts) == Amount(0.0, 2.0e12, 0.0)
+    counts = [1e15 / 7 * length for length in (512, 1024, 2048)]
+    found = Amount.through((512, 1024, 2048), counts)
+    assert found == Amount(0.0, pytest.approx(1e15 / 7), 0.0)
+    counts = [1e15 / 7 * length + 1e-3 for length in (512, 1024, 2048)]
+    assert Amount.through((512, 1024, 2048), counts).fixed == 0.0
 
 
 def test_a_batch_of_sequences_attends_within_each_of_them():

@@ -38,6 +38,18 @@ def test_an_unknown_name_gets_near_ones():
         find_config("qwen3-33b")
 
 
+def test_a_path_is_never_taken_for_a_well_known_name(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="no config at hand"):
+        find_config("./qwen3-8b")
+    with pytest.raises(ConfigError, match="no config at hand"):
+        profile("/models/qwen3-8b")
+    (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "qwen3-8b" / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.chdir(tmp_path)
+    assert find_config("qwen3-8b") == ("qwen3-8b", TINY)
+    assert profile("qwen3-8b").parameters < 10**6
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, '{"a": 1e999}'])
 def test_a_broken_file_is_an_error_of_ours(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

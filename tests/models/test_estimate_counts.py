@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe.errors import ConfigError, ModelError
 from roundpipe.models.causal_lm import causal_lm_spec
-from roundpipe.models.estimate import build
+from roundpipe.models.estimate import build, layer_run
 from roundpipe.models.estimate.adapter import apply_method
 from roundpipe.models.estimate.build import count
 from roundpipe.models.estimate.config import make_config
@@ -139,6 +139,27 @@ def test_what_is_kept_for_backward_is_what_autograd_saves(kind, method, bits):
         assert ours.boundary.at(*at) == boundary
 
 
+def test_peaks_and_calls_are_those_of_layers_with_data(monkeypatch):
+    profile = profile_of("llama")
+    spec = causal_lm_spec(real_model(fields_of("llama"), Method(), bits=16))
+    ids = torch.randint(3, 300, (BATCH, LENGTH))
+    inputs = Inputs((), {"input_ids": ids, "labels": ids})
+    calls = spec.make_context(CPU)(inputs, range(len(spec.layers)))
+    hidden = torch.randn(BATCH, LENGTH, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(layer_run, "META", CPU)
+    for index in (1, len(spec.layers) - 1):
+        layer, is_last = spec.layers[index], index > 1
+        call = None if is_last else {index: calls[index]}
+        given = layer_run.Given(hidden, inputs, call, torch.bfloat16, is_last=is_last)
+        counted = layer_run.run_layer(layer, layer_run.make_shell(layer), given)
+        kind = profile.kinds(LENGTH)[profile.layers[index].kind]
+        # Rotary tables have no batch, but count as if they had.
+        peak = kind.peak(BATCH * LENGTH, LENGTH)
+        assert max(counted.moments) - 16 <= peak <= 1.05 * max(counted.moments)
+        assert abs(kind.forward.calls - counted.forward.calls) <= 4
+        assert kind.backward.calls == counted.backward.calls
+
+
 @pytest.mark.parametrize(("kind", "method", "bits"), [*QUICK, *ALL])
 def test_sizes_are_those_of_the_store(kind, method, bits):
     profile = profile_of(kind, method, bits)
@@ -189,11 +210,20 @@ def test_modules_to_save_are_trained_beside_their_frozen_originals():
     assert more.parameters - less.parameters == head
 
 
-def test_adapters_leave_routers_and_routed_experts_alone():
+def test_adapters_leave_routed_experts_alone():
     model = real_model(fields_of("qwen3_moe"), Method(name="lora"), bits=16)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained
     assert all("self_attn" in name for name in trained)
+
+
+def test_adapters_leave_routers_alone():
+    linear = functools.partial(torch.nn.Linear, 4, 4)
+    layers = {"shared": linear(), "gate": linear(), "gate_proj": linear()}
+    model = torch.nn.ModuleDict({**layers, "router": torch.nn.ModuleDict({"layer": linear()})})
+    apply_method(model, Method(name="lora", lora=Lora(r=2)))
+    trained = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"shared", "gate_proj"}
 
 
 def test_freezing_trains_what_the_patterns_find_and_nothing_below_needs_backward():
@@ -201,7 +231,8 @@ def test_freezing_trains_what_the_patterns_find_and_nothing_below_needs_backward
     profile = count(make_config(fields_of("qwen3")), method, name="x")
     trained = [bool(layer.sizes.trained) for layer in profile.layers]
     assert trained == [False, False, False, True, True]
-    assert {layer.kind for layer in profile.layers[1:3]} == {profile.layers[1].kind}
+    kinds = [layer.kind for layer in profile.layers]
+    assert kinds[1] == kinds[2] != kinds[3]
     with pytest.raises(ConfigError, match="no weight is called like nothing"):
         count(
             make_config(fields_of("qwen3")), Method(name="freeze", unfrozen=("nothing",)), name=""
@@ -234,6 +265,17 @@ def test_attention_counts_half_of_all_pairs_and_backward_two_and_a_half_times_fo
     assert forward == 4 * BATCH * 64 * LENGTH**2 / 2
     backward = kind.backward.works["attention"].flops.at(BATCH * LENGTH, LENGTH)
     assert backward == 2.5 * forward
+
+
+def test_products_with_a_short_side_are_kept_apart():
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 1}
+    config = make_config(fields_of("qwen3", **wide))
+    profile = count(config, Method(name="lora", lora=Lora(r=4)), name="x")
+    works = profile.regimes[0].kinds[1].forward.works
+    base = 2 * 256 * 512 + 2 * 256 * 256 + 3 * 256 * 512  # queries and output, keys, values, MLP
+    assert works["matrix"].flops.per_token == 2 * base
+    sides = 2 * (256 + 512) + 2 * (256 + 256) + 3 * (256 + 512)
+    assert works["thin"].flops.per_token == 2 * 4 * sides
 
 
 def test_experts_count_the_tokens_that_are_sent_to_them():
@@ -288,3 +330,10 @@ def test_what_cannot_be_split_is_refused_as_with_weights():
     config = make_config(fields_of("qwen3", num_hidden_layers=0))
     with pytest.raises(ModelError, match="hint: wrap"):
         count(config, Method(), name="x")
+
+
+def test_a_model_that_asks_for_values_is_refused_with_a_way_out():
+    fields = {"model_type": "jetmoe", **SIZES, "kv_channels": 16, "num_local_experts": 4}
+    with pytest.raises(ModelError, match="depends on values of tensors") as refused:
+        count(make_config(fields), Method(), name="x")
+    assert "hint: it can be trained all the same" in str(refused.value)

@@ -6,7 +6,6 @@ from roundpipe.errors import PlanError
 from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.memory import (
     Room,
-    largest_fused,
     microbatch_bytes,
     room_of,
     slot_bytes,
@@ -109,28 +108,6 @@ def test_a_fused_stage_alone_in_the_chain_follows_itself() -> None:
     assert room_of(chain, 800, 2, apart=True).limit == 800
     with pytest.raises(PlanError, match="2 fused layers do not fit on the device: 800 bytes"):
         room_of(chain, 799, 2, apart=True)
-
-
-@settings(max_examples=40)
-@given(any_costs, st.integers(0, 2000), st.integers(1, 9), st.integers(1, 9))
-def test_as_many_layers_are_fused_as_fit(layers, limit: int, least: int, most: int) -> None:
-    chain = costs(*layers)
-
-    def fits(num_fused: int) -> bool:
-        try:
-            room_of(chain, limit, num_fused, apart=True)
-        except PlanError:
-            return False
-        return True
-
-    least, most = min(least, len(layers)), min(most, len(layers))
-    wanted = [num for num in range(least, max(most, least) + 1) if fits(num)]
-    if not fits(least):
-        with pytest.raises(PlanError):
-            largest_fused(chain, limit, least=least, most=most)
-    else:
-        assert wanted == list(range(least, wanted[-1] + 1))
-        assert largest_fused(chain, limit, least=least, most=most) == wanted[-1]
 
 
 def test_the_way_out_of_too_many_activations_is_more_microbatches() -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from roundpipe.errors import PlanError
 from roundpipe.plan.costs import Costs, LayerCost
-from roundpipe.plan.memory import Room, microbatch_bytes, slot_bytes, stage_bytes
+from roundpipe.plan.memory import stage_bytes
 from roundpipe.plan.partition import Partition, _least_limits, front
 from roundpipe.plan.schedule import Phase
+from roundpipe.plan.shares import shares_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,8 +148,7 @@ def test_the_front_equals_brute_force_on_500_chains() -> None:
         costs = a_chain(draw)
         limit = a_memory_limit(draw, costs)
         fuse = draw.choice([1, 1, draw.randint(1, costs.num_layers)])
-        room = Room(costs, int(1e9) if limit is None else limit)
-        brute = BruteForce(costs, room.holds)
+        brute = BruteForce(costs, within(costs, limit, fuse))
         fused = range(fuse, costs.num_layers + 1)
         found = front_or_nothing(costs, memory_limit=limit, fuse=fuse)
         all_counted = {each.num_stages: longest(costs, each) for each in found}
@@ -167,23 +167,22 @@ def test_the_front_beside_a_fused_stage_equals_brute_force(seed: int) -> None:
     for fuse in range(1, costs.num_layers + 1):
         found = front_or_nothing(costs, memory_limit=limit, fuse=fuse, most_fused=fuse)
         others = {each.num_stages: longest(costs, each, least=fuse) for each in found}
-        brute = BruteForce(costs, beside(costs, limit, fuse))
+        brute = BruteForce(costs, within(costs, limit, fuse, apart=True))
         assert others == brute.front(range(fuse, fuse + 1), least=fuse)
 
 
-def beside(costs: Costs, limit: int | None, fuse: int) -> Callable[[range, Phase], bool]:
-    """Whether a stage fits with one like it, and with the fused one, at its side."""
+def within(
+    costs: Costs, limit: int | None, fuse: int, *, apart: bool = False
+) -> Callable[[range, Phase], bool]:
+    """Whether a stage keeps within its shares of a device; nothing does if a layer cannot fit."""
     top = range(costs.num_layers - fuse, costs.num_layers)
-    fused = slot_bytes(costs, top, Phase.FUSED)
-    activations = microbatch_bytes(costs, top, Phase.FUSED)
-
-    def fits(stage: range, phase: Phase) -> bool:
-        if limit is None or (stage == top and fuse < costs.num_layers):
-            return True  # whether the others fit decides
-        slot, worst = slot_bytes(costs, stage, phase), microbatch_bytes(costs, stage, phase)
-        return max(2 * slot + worst, slot + fused + max(worst, activations)) <= limit
-
-    return fits
+    if limit is None:
+        return lambda *_: True
+    try:
+        shares = shares_of(costs, limit, fuse, apart=apart)
+    except PlanError:
+        return lambda *_: False
+    return lambda stage, phase: (apart and stage == top) or shares.holds(stage, phase)
 
 
 def test_every_stage_fits_into_the_memory_limit() -> None:

@@ -10,7 +10,7 @@ threads two workers on one card would share one, and a node of ours that blocks 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from roundpipe.engine.caller import AUTOCAST_DEVICES
 from roundpipe.engine.in_place import InPlace
 from roundpipe.engine.random import DrawsFrom, LayerRandom, layer_seed
+from roundpipe.engine.weigh import Scale
 from roundpipe.plan.actions import Action, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -97,6 +98,14 @@ def _without_autocast() -> ExitStack:
     return stack
 
 
+@contextmanager
+def _timed(run: Run, visit: Visit) -> Iterator[None]:
+    """Count what runs inside as the backward of a visit."""
+    begin = time.perf_counter()
+    yield
+    run.backward_seconds.setdefault(visit.number, []).append(time.perf_counter() - begin)
+
+
 class Compute:
     """Runs the compute actions of one device. ``draws`` is shared by the devices of an engine."""
 
@@ -145,8 +154,9 @@ class Compute:
         key = (visit.number, microbatch)
         sends = run.program.schedule.sends[key]
         leaving = {}
+        scale = self._scale(run, visit, microbatch)
         for layer in visit.layers:
-            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
+            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context), scale)
             if layer + 1 in sends:
                 leaving[layer + 1] = boundary
         if key in run.program.kept:
@@ -159,12 +169,15 @@ class Compute:
         boundary, inputs, label = self._arrived(visit, microbatch)
         context = self.model.context(inputs, visit.layers)
         boundary, leaves = leaf_tree(boundary, wants_gradient=visit.gives_gradient)
+        scale = self._scale(run, visit, microbatch)
         for layer in visit.layers:
-            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
+            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context), scale)
         assert run.call.loss is not None
         self._poison_sums(run, visit, microbatch)
-        loss = run.call.loss(boundary, label, microbatch)
-        backward([loss], [torch.ones_like(loss)])
+        with scale.layer(visit.layers[-1]) if scale else nullcontext():
+            loss = run.call.loss(boundary, label, microbatch)
+        with _timed(run, visit):
+            backward([loss], [torch.ones_like(loss)])
         kept = None
         if run.call.keep_outputs:
             kept, _ = leaf_tree(boundary, wants_gradient=False)
@@ -186,8 +199,9 @@ class Compute:
             return
         with torch.enable_grad():
             boundary, leaves = leaf_tree(boundary, wants_gradient=visit.gives_gradient)
+            scale = self._scale(run, visit, microbatch)
             for layer in visit.layers:
-                boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
+                boundary = self._layer(run, layer, microbatch, (boundary, inputs, context), scale)
         self.model.graphs[key] = _Graph(leaves, differentiable(boundary))
 
     def _backward(self, run: Run, visit: Visit, microbatch: int) -> None:
@@ -200,7 +214,8 @@ class Compute:
         graph = self.model.graphs.pop(key)
         self._poison_sums(run, visit, microbatch)
         if not run.call.recompute_by_layer:
-            backward(graph.outputs, gradients)
+            with _timed(run, visit):
+                backward(graph.outputs, gradients)
             self._give(run, visit, microbatch, graph.leaves)
             return
         leaves: list[Tensor] = []
@@ -227,8 +242,19 @@ class Compute:
         elif Action(Op.GRADIENT_OUT, *key) in run.program.schedule.waits:
             self.model.leaving_gradients[key] = gradients
 
+    def _scale(self, run: Run, visit: Visit, microbatch: int) -> Scale | None:
+        """What weighs the first microbatch of each visit, if the run is to be weighed."""
+        if run.sizes is None or microbatch != visit.microbatches[0]:
+            return None
+        return Scale(run.sizes, (self.model.weights.buffer, self.model.sums.buffer))
+
     def _layer(
-        self, run: Run, layer: int, microbatch: int, given: tuple[Boundary, Inputs, Any]
+        self,
+        run: Run,
+        layer: int,
+        microbatch: int,
+        given: tuple[Boundary, Inputs, Any],
+        scale: Scale | None = None,
     ) -> Boundary:
         """Run one layer's shell with the random draws that are its own."""
         call = run.call
@@ -237,8 +263,9 @@ class Compute:
         def draw() -> DrawsFrom:
             return DrawsFrom(layer_seed(call.seed, call.step, layer, microbatch), device)
 
+        weighed = scale.layer(layer, given[0]) if scale else nullcontext()
         begin = time.perf_counter()
-        with self._draws.of(layer, draw):
+        with self._draws.of(layer, draw), weighed:
             boundary = self._in_place.run(layer, self.model.shell(layer), given)
         run.layer_seconds.setdefault(layer, []).append(time.perf_counter() - begin)
         return boundary

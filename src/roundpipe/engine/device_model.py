@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.device.emulated import EmulatedDevice
+from roundpipe.plan.schedule_memory import largest_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,23 +69,10 @@ class Arena:
 
 
 def pair_bytes(program: Program, sizes: Mapping[int, int]) -> int:
-    """Bytes for any two visits of ``sizes`` (by number) that follow each other on one device.
-
-    Steps follow each other and the deal goes on from step to step, so each device sees every
-    rotation of the schedule.
-    """
+    """Bytes for any two visits of ``sizes`` (by number) that follow each other on one device."""
     schedule = program.schedule
-    devices = schedule.num_devices
-    turn = (schedule.next_start_device - schedule.start_device) % devices
-    before: dict[int, int] = {}
-    most = 0
-    for step in range(devices + 1):
-        for visit in schedule.visits:
-            if visit.number in sizes:
-                device = (visit.device + step * turn) % devices
-                most = max(most, before.get(device, 0) + sizes[visit.number])
-                before[device] = sizes[visit.number]
-    return most
+    turn = (schedule.next_start_device - schedule.start_device) % schedule.num_devices
+    return largest_pair(schedule.visits, sizes, devices=schedule.num_devices, turn=turn)
 
 
 def _declared_bytes(program: Program) -> tuple[int | None, int | None]:

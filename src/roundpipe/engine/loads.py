@@ -162,7 +162,9 @@ class Loads:
             if (visit.number, microbatch) in self._program.kept:
                 made.add(stop)
             return sum(map(self._boundary, made)), needs, came
-        kept = sum(cost.activation_bytes for cost in layers)
+        lowest = self._costs.first_trainable
+        reached = layers[max((stop if lowest is None else lowest) - start, 0) :]
+        kept = sum(cost.activation_bytes for cost in reached)
         if by_layer:
             kept = sum(cost.boundary_bytes for cost in layers[1:])
             if op is Op.BACKWARD:

@@ -66,6 +66,18 @@ def split(
     return parts
 
 
+def rows_of(microbatch: Microbatch) -> int:
+    """How many vectors go through each matrix of a model: tokens, or samples of features."""
+    rows = 1
+    for leaf in pytree.tree_leaves((microbatch.inputs.args, microbatch.inputs.kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            has_features = leaf.is_floating_point() and leaf.dim() > 1
+            rows = max(
+                rows, leaf.numel() // max(leaf.shape[-1], 1) if has_features else leaf.numel()
+            )
+    return rows
+
+
 def _cut(tree: Any, piece: slice, batch_size: int) -> Any:
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.engine.handover import Handover
 from roundpipe.engine.program import HOST
+from roundpipe.engine.weigh import Sizes
 from roundpipe.errors import StepError
 from roundpipe.plan.actions import OF_LAYERS, Op
 from roundpipe.plan.timeline import Span, StepSpans
@@ -63,6 +64,7 @@ class Call:
     loss: Callable[[Any, Any, int], Tensor] | None = None
     keep_outputs: bool = False
     newest: bool = False  # read master weights that are not published yet
+    weighs: bool = False  # a microbatch of each visit, see ``roundpipe.engine.weigh``
     recompute_by_layer: bool = False
 
 
@@ -139,6 +141,8 @@ class Run:
         self.failed_at: Action | None = None
         self.timings = Timings(call.step, program.schedule.visits)
         self.layer_seconds: dict[int, list[float]] = {}  # each forward of one microbatch
+        self.backward_seconds: dict[int, list[float]] = {}  # by visit, of the thread that issues
+        self.sizes = Sizes() if call.weighs else None
 
     def publish(self, action: Action, event: Event) -> None:
         """Say that ``action`` is issued."""

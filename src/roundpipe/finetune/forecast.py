@@ -22,7 +22,7 @@ from roundpipe.finetune.forecast_speed import best_speed, bound_seconds, likely_
 from roundpipe.finetune.machines import load_machine
 from roundpipe.models.estimate.costs import Job
 from roundpipe.plan.amounts import write_bytes
-from roundpipe.report.forecast import Duration, Forecast, Need, Pace
+from roundpipe.report.forecast import Duration, Forecast, Hint, Need, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -146,10 +146,13 @@ def forecast(
         profile = profile_of(wish, bits=job.bits, environment=environment)
     case = Case(profile, machine, job, wish.config.batch_size)
     sizes = _sizes(wish, case)
-    speed = None
+    speed, problem = None, ""
     if case.least_device(size=sizes[0]).total <= case.device_limit:
-        with waiting("choosing a plan"), contextlib.suppress(PlanError):
-            speed = best_speed(case, wish.schedule, sizes=sizes)
+        with waiting("choosing a plan"):
+            try:
+                speed = best_speed(case, wish.schedule, sizes=sizes)
+            except PlanError as refusal:
+                problem = f"schedule {wish.schedule}: {str(refusal).partition(chr(10))[0]}"
     device = case.least_device(size=sizes[0]) if speed is None else speed.device
     host = case.least_host(size=sizes[0]) if speed is None else speed.host
     needs = _needs(wish, case, device, host)
@@ -167,6 +170,7 @@ def forecast(
         pace=None if speed is None else pace_of(speed),
         notes=(*wish.notes, *machine.notes, *profile.notes, *_length_notes(wish, profile)),
         later=wish.later,
+        problem=problem,
     )
     if speed is not None:
         with waiting("reading the data"):
@@ -366,5 +370,7 @@ def _hints(
 ) -> tuple[Any, ...]:
     lacking = tuple(need.name for need in made.needs if not need.fits)
     if lacking:
-        return fitting_hints(wish, case, lacking, environment, longest=made.longest)
+        return fitting_hints(wish, case, lacking, environment)
+    if made.problem:
+        return (Hint("schedule=auto"),) if wish.schedule != "auto" else ()
     return () if speed is None else speed_hints(wish, speed)

@@ -80,7 +80,7 @@ def read_wish(
     for target, value in (("model_name_or_path", _PLACEHOLDER), ("dataset", _PLACEHOLDER)):
         if not any(_has(layer, target) for layer in plain):
             plain[0][target] = value
-    config, notes = layered_config(*plain, count_devices)
+    config, notes = layered_config(plain[0], plain[1], count_devices)
     name = taken.get("finetuning_type", config.finetuning_type)
     if name not in ("full", *_METHODS) and taken.get("is_packed"):
         name = "qlora"

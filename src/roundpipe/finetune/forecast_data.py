@@ -41,14 +41,17 @@ class DataSize:
     def padded_length(self, batch_size: int) -> float:
         """Mean length of a batch, padded to its longest sample.
 
-        The longest of B samples is at most the i-th of n with probability (i/n)^B.
+        Of n samples, B drawn without repetition all lie among the first i with probability
+        C(i, B) / C(n, B), which falls from i to i - 1 by a factor of (i - B) / i.
         """
         count = len(self.lengths)
-        shares = [(at / count) ** min(batch_size, self.samples) for at in range(count + 1)]
-        return sum(
-            length * (above - below)
-            for length, below, above in zip(self.lengths, shares, shares[1:], strict=False)
-        )
+        drawn = min(batch_size, count)
+        mean, within = 0.0, 1.0
+        for at in range(count, 0, -1):
+            below = within * max(at - drawn, 0) / at
+            mean += self.lengths[at - 1] * (within - below)
+            within = below
+        return mean
 
     def steps(self, config: TrainConfig) -> int:
         """Optimizer steps of the job."""

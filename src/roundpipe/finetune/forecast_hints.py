@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST = 3
 _GAIN = 1.05  # times as fast: less is not worth a word
+_ROOM = 1.02  # times what is needed, so that three digits never say less
 _ROUND = 128  # tokens; a length that is said is a multiple
 
 
@@ -32,19 +33,17 @@ def fitting_hints(
     case: Case,
     lacking: Sequence[str],
     environment: Mapping[str, str],
-    *,
-    longest: int | None = None,
 ) -> tuple[Hint, ...]:
     """What would make the job fit; where one change does not do, nothing is said of it.
 
-    ``lacking``: names of what does not fit. ``longest``: the most tokens that do, if known.
+    ``lacking``: names of what does not fit.
     """
     trials = _Trials(wish, case, environment)
     found: list[Hint] = []
     if "device memory" in lacking:
-        found += trials.for_devices(case.longest() if longest is None else longest)
+        found += trials.for_devices()
     if "host memory" in lacking:
-        found += trials.for_host()
+        found += trials.for_host() or [trials.more_memory()]
     if lacking == ("disk",):
         found.append(_for_disk(wish, case))
     unique = {hint.text: hint for hint in found}
@@ -57,7 +56,7 @@ class _Trials:
     def __init__(self, wish: Wish, case: Case, environment: Mapping[str, str]) -> None:
         self._wish, self._case, self._environment = wish, case, environment
 
-    def for_devices(self, longest: int) -> Iterator[Hint]:
+    def for_devices(self) -> Iterator[Hint]:
         """Changes with which every stage fits a device."""
         config, case = self._wish.config, self._case
         if not self._is_single():
@@ -65,6 +64,7 @@ class _Trials:
             if sizes and self._is_enough(case, sizes[-1]):
                 yield Hint(f"micro_batch_size={sizes[-1]}")
                 return
+        longest = case.longest(batch=case.batch_size)
         shorter = longest // _ROUND * _ROUND if longest >= _ROUND else longest
         if 2 <= shorter < config.max_length:
             job = replace(case.job, length=shorter)
@@ -72,8 +72,17 @@ class _Trials:
                 yield self._with_size(Hint(f"max_length={shorter}"))
         yield from self._other_methods(lambda tried: "")
 
-    def for_host(self) -> Iterator[Hint]:
+    def for_host(self) -> list[Hint]:
         """Changes with which host memory holds all."""
+        return list(self._for_host())
+
+    def more_memory(self) -> Hint:
+        """How much host memory would do, where nothing else does."""
+        case = self._case
+        needs = case.host_total(case.least_host(size=1), case.least_device(size=1))
+        return Hint(f"{write_bytes(needs * _ROOM)} of host memory")
+
+    def _for_host(self) -> Iterator[Hint]:
         case, config = self._case, self._wish.config
 
         def host(tried: Case) -> str:

@@ -10,12 +10,16 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from roundpipe.errors import PlanError
 from roundpipe.models.estimate.costs import costs
 from roundpipe.models.estimate.disk import disk
 from roundpipe.plan.host_bytes import HostBytes, host_bytes
-from roundpipe.plan.memory import Room, microbatch_bytes, slot_bytes
+from roundpipe.plan.memory import microbatch_bytes, slot_bytes
 from roundpipe.plan.partition import Partition
 from roundpipe.plan.schedule import Phase, Visit
+from roundpipe.plan.schedule_memory import schedule_bytes
+from roundpipe.plan.shares import shares_of
+from roundpipe.sim.candidate import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,10 +84,15 @@ class Case:
         """How many a step has."""
         return -(-self.batch_size // size)
 
-    def least_device(self, *, size: int, length: int | None = None) -> DeviceNeed:
-        """What a device needs at least: every layer as a stage of its own."""
+    def least_device(self, *, size: int, length: int | None = None, batch: int = 0) -> DeviceNeed:
+        """What a device needs at least: every layer as a stage of its own, dealt in turn.
+
+        ``batch``: sequences of a step if not the case's own.
+        """
         of = self.at(size=size, length=length)
-        return device_need(of, single_layers(of))
+        held = -(-(batch or self.batch_size) // size)
+        plain = Candidate(single_layers(of))
+        return device_need(of, plain, devices=self.machine.num_devices, microbatches=held)
 
     def least_host(self, *, size: int, length: int | None = None, batch: int = 0) -> HostBytes:
         """What the host needs at least: each stage once a step, as few saved inputs as can be.
@@ -109,24 +118,27 @@ class Case:
             size *= 2
         return found
 
-    def longest(self) -> int:
-        """The most tokens of a sequence that fit, one a microbatch and a device; 0: none do.
+    def longest(self, *, batch: int = 0) -> int:
+        """The most tokens of a sequence that fit, one a microbatch; 0: none do.
 
-        Where host memory does not even hold the weights, only devices count.
+        ``batch``: sequences of a step, if not one a device. Where host memory does not even hold
+        the weights, only devices count.
         """
-        is_hopeless = not self._host_holds(1)
+        batch = batch or self.machine.num_devices
+        is_hopeless = not self._host_holds(1, batch)
 
         def is_too_long(length: int) -> bool:
-            if self.least_device(size=1, length=length).total > self.device_limit:
+            device = self.least_device(size=1, length=length, batch=batch)
+            if device.total > self.device_limit:
                 return True
-            return not is_hopeless and not self._host_holds(length)
+            return not is_hopeless and not self._host_holds(length, batch)
 
         return bisect_right(range(1, _LONGEST + 1), x=False, key=is_too_long)
 
-    def _host_holds(self, length: int) -> bool:
-        """Whether the host holds a step of one sequence a device."""
-        device = self.least_device(size=1, length=length)
-        host = self.least_host(size=1, length=length, batch=self.machine.num_devices)
+    def _host_holds(self, length: int, batch: int) -> bool:
+        """Whether the host holds a step of microbatches of one sequence."""
+        device = self.least_device(size=1, length=length, batch=batch)
+        host = self.least_host(size=1, length=length, batch=batch)
         return self.host_total(host, device) <= self.machine.host.memory_bytes
 
     def disk(self, save_total_limit: int | None) -> tuple[int, Disk]:
@@ -146,43 +158,34 @@ def single_layers(of: Costs) -> Partition:
 
 
 def few_stages(of: Costs, limit: int) -> Partition:
-    """Backward stages as large as the device holds: the fewest saved inputs."""
+    """Backward stages as large as the device holds beside the others: the fewest saved inputs."""
     single = single_layers(of)
-    room = Room(of, limit)
+    try:
+        shares = shares_of(of, limit, 1)
+    except PlanError:  # not even single layers fit
+        return single
     backward: list[range] = []
     for stage in single.backward:
         joined = range(stage.start, backward[-1].stop) if backward else stage
-        if backward and room.holds(joined, Phase.BACKWARD):
+        if backward and shares.holds(joined, Phase.BACKWARD):
             backward[-1] = joined
         else:
             backward.append(stage)
     return Partition(single.forward, single.fused, tuple(backward))
 
 
-def device_need(of: Costs, partition: Partition) -> DeviceNeed:
-    """What a device that runs the stages of a partition holds at its worst, as `plan.memory` says.
+def device_need(of: Costs, candidate: Candidate, *, devices: int, microbatches: int) -> DeviceNeed:
+    """What the device holds that holds most, and the largest stage that it runs."""
+    visits = candidate.visits(of, devices=devices, microbatches=microbatches)
+    turn = candidate.turn(visits, devices=devices)
+    total = schedule_bytes(of, visits, devices=devices, turn=turn)
+    stages = {(visit.layers, visit.phase) for visit in visits}
 
-    A fused stage of several layers lies beside each of the others; one layer counts as they do.
-    """
-    fused = partition.fused
-    room = Room(of, 0)
-    if len(fused) > 1:
-        room = Room(
-            of, 0, slot_bytes(of, fused, Phase.FUSED), microbatch_bytes(of, fused, Phase.FUSED)
-        )
-    stages = [(stage, Phase.FORWARD) for stage in partition.forward]
-    stages += [(stage, Phase.BACKWARD) for stage in partition.backward]
-    if len(fused) == 1 or not stages:
-        stages.append((fused, Phase.FUSED))
-    worst, phase = max(stages, key=lambda stage: room.needs(*stage))
-    total = room.needs(worst, phase)
-    if room.microbatch + room.slot > slot_bytes(of, worst, phase) + microbatch_bytes(
-        of, worst, phase
-    ):
-        worst, phase = fused, Phase.FUSED
-    return DeviceNeed(
-        total, worst, slot_bytes(of, worst, phase), microbatch_bytes(of, worst, phase)
-    )
+    def size(stage: tuple[range, Phase]) -> int:
+        return slot_bytes(of, *stage) + microbatch_bytes(of, *stage)
+
+    worst = max(stages, key=lambda stage: (size(stage), stage[0].start))
+    return DeviceNeed(total, worst[0], slot_bytes(of, *worst), microbatch_bytes(of, *worst))
 
 
 def _once(partition: Partition, microbatches: range) -> Sequence[Visit]:

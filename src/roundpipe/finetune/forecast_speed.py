@@ -14,12 +14,12 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import PlanError
-from roundpipe.finetune.forecast_memory import device_need, few_stages
+from roundpipe.finetune.forecast_memory import device_need, few_stages, single_layers
 from roundpipe.plan.host_bytes import host_bytes
 from roundpipe.plan.partition import front, fused_choices
 from roundpipe.sim.candidate import Candidate
 from roundpipe.sim.score import Scores, Setting
-from roundpipe.sim.search import choose
+from roundpipe.sim.search import Plan, choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from roundpipe.finetune.forecast_memory import Case, DeviceNeed
     from roundpipe.plan.host_bytes import HostBytes
     from roundpipe.plan.schedule import Visit
-    from roundpipe.sim.search import Plan
 
 _CPU_COPY_SECONDS_PER_BYTE = 1.5e-10  # a copy takes a core's time from computing
+_MOST_MICROBATCHES_EACH = 16  # for each device, that a search plays
+_PLAYED_EACH = 64  # that one plan is played with
 _MOST_SIZES = 3  # of microbatches that are tried, the largest that fit
 _GOOD_CUT = 2 / 3  # of a front, from few stages to many
+_FEW_EACH = 4  # microbatches for each device
 _BUSY = 0.9  # from here on devices compute all the time
 _BOUND = 0.6  # of a step that a shared resource must work to be what bounds it
 
@@ -68,7 +70,7 @@ class Speed:
     @property
     def device(self) -> DeviceNeed:
         """What the device holds that holds most."""
-        return device_need(self.setting.costs, self.plan.partition)
+        return _device(self.setting, self.plan.candidate)
 
     @property
     def busy(self) -> float:
@@ -91,7 +93,10 @@ class Speed:
             return f"compute ({arithmetic_words(self.case)})"
         shares = _shares(self)
         what = max(shares, key=lambda name: shares[name])
-        return what if shares[what] >= _BOUND else "waiting between stages: few microbatches"
+        if shares[what] >= _BOUND:
+            return what
+        is_short = self.setting.microbatches < _FEW_EACH * self.setting.devices
+        return f"waiting between stages{': few microbatches' if is_short else ''}"
 
 
 def arithmetic_words(case: Case) -> str:
@@ -124,14 +129,53 @@ def best_speed(case: Case, schedule: str = "auto", *, sizes: Sequence[int]) -> S
     settings = {size: setting_of(case, size) for size in sizes}
     size = min(sizes, key=lambda size: (quick_seconds(settings[size]), -size))
     setting = settings[size]
+    few = min(setting.microbatches, _MOST_MICROBATCHES_EACH * setting.devices)
+    small = replace(setting, microbatches=few)
     shares = schedule in ("auto", "hybrid")
     if schedule == "auto" and not _may_share(case):
-        found = Speed(case, setting, size, choose(setting, "round_robin"))
+        found = _at_length(Speed(case, setting, size, _chosen(small, "round_robin")), small)
         return _relative(found, shares=not _is_on_cpu(case)) if setting.devices > 1 else found
-    found = Speed(case, setting, size, choose(setting, schedule))
+    found = _at_length(Speed(case, setting, size, _chosen(small, schedule)), small)
     if schedule in ("auto", "hybrid", "round_robin") and not _fits(found, found.plan.candidate):
         return _relative(found, shares=shares)
     return found
+
+
+def _chosen(setting: Setting, schedule: str) -> Plan:
+    """What the search finds; single layers dealt in turn where only these fit."""
+    try:
+        return choose(setting, schedule)
+    except PlanError:
+        if schedule not in ("auto", "round_robin"):
+            raise
+        least = Candidate(single_layers(setting.costs), speeds=setting.speeds)
+        seconds = Scores(setting).of(least)
+        if not math.isfinite(seconds):
+            raise
+        one_by_one = (*least.partition.forward, least.partition.fused)
+        return Plan(least, one_by_one, seconds, setting.even_seconds, "the least that fits")
+
+
+def _at_length(found: Speed, searched: Setting) -> Speed:
+    """The plan with the seconds of all microbatches; the search saw no more than enough of them."""
+    plan, setting = found.plan, found.setting
+    if searched.microbatches == setting.microbatches:
+        return found
+    seconds = _all_seconds(setting, plan.candidate)
+    share = seconds / plan.seconds
+    alternatives = tuple((name, each * share) for name, each in plan.alternatives)
+    return replace(found, plan=replace(plan, seconds=seconds, alternatives=alternatives))
+
+
+def _all_seconds(setting: Setting, candidate: Candidate) -> float:
+    """Seconds of a step; of very many microbatches the last ones take as long as those before."""
+    most = _PLAYED_EACH * setting.devices
+    if setting.microbatches <= most:
+        return Scores(setting).of(candidate)
+    half, whole = (
+        Scores(replace(setting, microbatches=count)).of(candidate) for count in (most // 2, most)
+    )
+    return whole + (whole - half) / (most - most // 2) * (setting.microbatches - most)
 
 
 def likely_sizes(case: Case) -> list[int]:
@@ -142,7 +186,10 @@ def likely_sizes(case: Case) -> list[int]:
 
 
 def quick_seconds(setting: Setting) -> float:
-    """Seconds of a step by the best of a few plain candidates; infinite if none fits."""
+    """Seconds of a step by the best of a few plain candidates, about; infinite if none fits."""
+    count = setting.microbatches
+    few = min(count, _MOST_MICROBATCHES_EACH * setting.devices)
+    setting = replace(setting, microbatches=few)
     scores, limit = Scores(setting), memory_limit(setting)
     try:
         fuses = fused_choices(setting.costs, limit)
@@ -159,7 +206,7 @@ def quick_seconds(setting: Setting) -> float:
         cut = Candidate(cuts[round((len(cuts) - 1) * _GOOD_CUT)], speeds=setting.speeds)
         for copies in {1, setting.devices}:
             found.append(scores.of(cut.with_replicas(copies, copies, copies)))
-    return min(found, default=math.inf)
+    return min(found, default=math.inf) * count / few
 
 
 def memory_limit(setting: Setting) -> int:
@@ -199,7 +246,7 @@ def _may_share(case: Case) -> bool:
 def _needs(found: Speed, candidate: Candidate) -> int:
     """Host memory that a candidate takes in all."""
     need = host_bytes(found.setting.costs, _visits(found.setting, candidate))
-    device = device_need(found.setting.costs, candidate.partition)
+    device = _device(found.setting, candidate)
     return found.case.host_total(need, device)
 
 
@@ -211,17 +258,15 @@ def _relative(found: Speed, *, shares: bool) -> Speed:
     """The quickest of a plan and its relatives that host memory holds; of none, the least."""
     plan, scores = found.plan, Scores(found.setting)
     every = [plan.candidate, *_relatives(plan.candidate, found.setting, shares=shares)]
-    kept = [each for each in dict.fromkeys(every) if _fits(found, each)]
-    best = min(kept, key=scores.of) if kept else min(every, key=lambda c: _needs(found, c))
-    if best == plan.candidate or not math.isfinite(scores.of(best)):
+    able = [each for each in dict.fromkeys(every) if math.isfinite(scores.of(each))]
+    kept = [each for each in able if _fits(found, each)]
+    best = min(kept, key=scores.of) if kept else min(able, key=lambda c: _needs(found, c))
+    if best == plan.candidate:
         return found
-    seconds = scores.of(best)
     name = plan.candidate.name(found.setting.devices)
-    others = [(other, kept) for other, kept in plan.alternatives if other != name]
-    if math.isfinite(plan.seconds):
-        others.append((name, plan.seconds))
-    alternatives = tuple(sorted(others, key=lambda pair: pair[1]))
-    changed = replace(plan, candidate=best, seconds=seconds, alternatives=alternatives)
+    others = [*((other, each) for other, each in plan.alternatives if other != name)]
+    alternatives = tuple(sorted([*others, (name, plan.seconds)], key=lambda pair: pair[1]))
+    changed = replace(plan, candidate=best, seconds=scores.of(best), alternatives=alternatives)
     return replace(found, plan=changed)
 
 
@@ -251,6 +296,12 @@ def _relatives(candidate: Candidate, setting: Setting, *, shares: bool) -> Itera
 def _visits(setting: Setting, candidate: Candidate) -> tuple[Visit, ...]:
     return candidate.visits(
         setting.costs, devices=setting.devices, microbatches=setting.microbatches
+    )
+
+
+def _device(setting: Setting, candidate: Candidate) -> DeviceNeed:
+    return device_need(
+        setting.costs, candidate, devices=setting.devices, microbatches=setting.microbatches
     )
 
 

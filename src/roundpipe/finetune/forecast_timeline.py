@@ -6,7 +6,7 @@ a visit that comes up to its last use, activations while it computes, saved inpu
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -102,7 +102,7 @@ _KIND = {
 
 
 def _kinds(path: Iterable[Span]) -> dict[str, float]:
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for span in path:
         seconds[_KIND.get(span.action.op, "transfers")] += span.end - span.start
     whole = sum(seconds.values())
@@ -193,7 +193,7 @@ def page_text(steps: Played) -> str:
                 need.name,
                 write_bytes(need.needs),
                 "?" if need.has is None else write_bytes(need.has),
-                "yes" if need.fits else "no",
+                "?" if need.has is None else "yes" if need.fits else "no",
                 need.largest,
             )
             for need in made.needs

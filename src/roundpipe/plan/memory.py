@@ -1,9 +1,11 @@
-"""How much of a device's memory a stage takes: the planner's one rule for what fits.
+"""How much of a device's memory a stage takes, and whether it can fit at all.
 
 Weights and gradients lie in slots. While a stage runs, the next one comes up and the gradients of
 the last one leave, so a stage that is followed by one of its own size holds its slot twice.
 Activations are of one microbatch: a device runs one at a time. Boundaries have two places each way
 (one in use, one on its way), as ``footprint`` names them.
+
+A device holds more than one stage: what fits beside what is `roundpipe.plan.shares`.
 
 [Note: less never takes more] Everything here grows with the layers of a stage, boundaries too: they
 count with the largest that a stage touches, not with those at its ends. So every part of a stage
@@ -12,7 +14,6 @@ that fits fits as well, and filling stages one by one is as good as trying all c
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from roundpipe.plan.costs import Costs
 
-_PLACES = 2  # for a boundary, each way
+PLACES = 2  # for a boundary, each way
 
 
 def stage_bytes(costs: Costs, layers: range, phase: Phase) -> int:
@@ -52,11 +53,11 @@ def microbatch_bytes(costs: Costs, layers: range, phase: Phase) -> int:
     worst = max(cost.peak_bytes for cost in held)
     boundaries = [cost.boundary_bytes for cost in costs.layers[layers.start : layers.stop + 1]]
     if phase is Phase.FORWARD:
-        return _PLACES * sum(boundaries) + worst
+        return PLACES * sum(boundaries) + worst
     lowest = costs.first_trainable
     reached = layers.stop if lowest is None else max(lowest, layers.start)
     kept = sum(cost.activation_bytes for cost in costs.layers[reached : layers.stop])
-    return 3 * _PLACES * max(boundaries) + kept + worst
+    return 3 * PLACES * max(boundaries) + kept + worst
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Room:
         return max(2 * slot + microbatch, slot + self.slot + max(microbatch, self.microbatch))
 
     def holds(self, layers: range, phase: Phase) -> bool:
-        """Whether a stage fits. See [Note: less never takes more]."""
+        """Whether a stage and one like it fit. See [Note: less never takes more]."""
         return self.needs(layers, phase) <= self.limit
 
     def require(self, layers: range, phase: Phase) -> None:
@@ -133,21 +134,3 @@ def require_layers(room: Room, layers: Iterable[int]) -> None:
     for layer in layers:
         is_reached = lowest is not None and layer >= lowest
         room.require(range(layer, layer + 1), Phase.BACKWARD if is_reached else Phase.FORWARD)
-
-
-def largest_fused(costs: Costs, limit: int, *, least: int, most: int) -> int:
-    """How many layers from ``least`` to ``most`` can be fused beside the stages of the others.
-
-    The more are fused the more is needed, even where the largest of the others is taken in: its
-    slot counts in the fused stage as it did beside it. Raises PlanError if ``least`` do not fit.
-    """
-    room_of(costs, limit, least, apart=True)
-
-    def is_too_many(num_fused: int) -> bool:
-        try:
-            room_of(costs, limit, num_fused, apart=True)
-        except PlanError:
-            return True
-        return False
-
-    return least - 1 + bisect_left(range(least, max(most, least) + 1), x=True, key=is_too_many)

@@ -19,8 +19,8 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import PlanError
-from roundpipe.plan.memory import Room, largest_fused, room_of
 from roundpipe.plan.schedule import Phase
+from roundpipe.plan.shares import Shares, largest_fused, shares_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -87,15 +87,12 @@ def forward_stages(
 ) -> tuple[range, ...]:
     """Stages for a pass without gradient, none longer than ``limit`` seconds where possible.
 
-    Raises PlanError if one layer does not fit into ``memory_limit`` bytes.
+    Beside what a training step takes. Raises PlanError if one layer does not fit into
+    ``memory_limit`` bytes.
     """
     num, units = costs.num_layers, _Units(costs)
-    room = None
-    if memory_limit is not None:
-        room = Room(costs, memory_limit)
-        for layer in range(num):
-            room.require(range(layer, layer + 1), Phase.FORWARD)
-    lane = _Lane(units.forward, _fits(room, lambda a, b: (range(a, b), Phase.FORWARD)))
+    shares = None if memory_limit is None else shares_of(costs, memory_limit, 1)
+    lane = _Lane(units.forward, _fits(shares, lambda a, b: (range(a, b), Phase.FORWARD)))
     return tuple(lane.stages(0, num, units.of(limit)))
 
 
@@ -166,10 +163,10 @@ class _Units:
 
 
 def _fits(
-    room: Room | None, stage: Callable[[int, int], tuple[range, Phase]]
+    shares: Shares | None, stage: Callable[[int, int], tuple[range, Phase]]
 ) -> Callable[[int, int], bool] | None:
     """Whether places ``a`` to ``b`` of a lane fit as one stage; None: they always do."""
-    return None if room is None else lambda a, b: room.holds(*stage(a, b))
+    return None if shares is None else lambda a, b: shares.holds(*stage(a, b))
 
 
 class _Lane:
@@ -251,17 +248,17 @@ class _Cutter:
         self._bottom = 0 if lowest is None else num - lowest  # where the lane backward ends
         self._apart = most_fused is not None
         least, most = min(max(fuse, 1), num), num if most_fused is None else min(most_fused, num)
-        room = None
+        shares = None
         if self._apart:
             least = _most_that_fit(costs, memory_limit, least, most)
         if memory_limit is not None:
-            room = room_of(costs, memory_limit, least, apart=self._apart)
+            shares = shares_of(costs, memory_limit, least, apart=self._apart)
         self._least = least
         units = _Units(costs)
         self.units = units.of
-        self._up = _Lane(units.forward, _fits(room, lambda a, b: (range(a, b), Phase.FORWARD)))
+        self._up = _Lane(units.forward, _fits(shares, lambda a, b: (range(a, b), Phase.FORWARD)))
         self._down = _Lane(
-            units.both[::-1], _fits(room, lambda a, b: (range(num - b, num - a), Phase.BACKWARD))
+            units.both[::-1], _fits(shares, lambda a, b: (range(num - b, num - a), Phase.BACKWARD))
         )
 
     def _fused(self, limit: int) -> int:

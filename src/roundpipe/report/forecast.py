@@ -96,11 +96,12 @@ class Forecast:
     reasons: Reasons | None = None
     notes: tuple[str, ...] = ()
     later: tuple[str, ...] = field(default=())  # that training would refuse
+    problem: str = ""  # with the schedule that was asked for: no plan of it fits
 
     @property
     def fits(self) -> bool:
         """Whether the job would run."""
-        return all(need.fits for need in self.needs)
+        return not self.problem and all(need.fits for need in self.needs)
 
     @property
     def limit(self) -> str:

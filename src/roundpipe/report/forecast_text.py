@@ -91,8 +91,8 @@ def _verdict(forecast: Forecast) -> list[str]:
     if lacking:
         what = " · ".join(f"{need.name}, {_of(need.needs, need.has or 0)}" for need in lacking)
         lines.append(f"does not fit: {what}")
-    elif not forecast.fits:
-        lines.append("does not fit")
+    if forecast.problem:
+        lines.append(f"does not fit: {forecast.problem}")
     if forecast.hints:
         lines.append(f"  hint: {', or '.join(map(str, forecast.hints))}")
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from roundpipe.plan.baselines import gpipe
@@ -29,7 +29,7 @@ class Candidate:
     """One way to run a step. ``is_bound``: stage s always runs on device s mod N, as in GPipe."""
 
     partition: Partition
-    replicas: Replicas = Replicas()
+    replicas: Replicas = field(default_factory=Replicas)
     rounds: int = 1
     deal: DealName = "cyclic"
     is_bound: bool = False

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from roundpipe.errors import PlanError
 from roundpipe.plan.passes import Options, outline
+from roundpipe.plan.schedule_memory import schedule_bytes
 from roundpipe.sim.simulate import simulate_machine
-from roundpipe.sim.visits import VisitPlayer
+from roundpipe.sim.visits import Steps, VisitPlayer
 from roundpipe.sim.work import Prices
 
 if TYPE_CHECKING:
@@ -28,10 +29,11 @@ class Setting:
 
     ``machine``: without one transfers and updates take no time. ``memory_limit``: bytes a device
     may hold, beside what its card has. ``most_fused``: top layers that may be set apart to run
-    without recompute; None: as many as fit. ``speeds``: of the devices, relative to the one that
-    ``costs`` are of; by default all 1. ``hop_seconds``: how long a boundary is on its way from
-    device to device; None: by its bytes and the links. ``copy_seconds_per_byte``: what copies take
-    from a device's compute.
+    without recompute; None: as many as fit. ``longest``: seconds that a stage of several layers may
+    take of one microbatch, where ``costs`` do not say what activations take. ``speeds``: of the
+    devices, relative to the one that ``costs`` are of; by default all 1. ``hop_seconds``: how long
+    a boundary is on its way from device to device; None: by its bytes and the links.
+    ``copy_seconds_per_byte``: what copies take from a device's compute.
     """
 
     costs: Costs
@@ -42,11 +44,20 @@ class Setting:
     eager: bool = False
     memory_limit: int | None = None
     most_fused: int | None = None
+    longest: float | None = None
     speeds: tuple[float, ...] | None = None
     hop_seconds: float | None = None
     action_seconds: float = 20e-6  # what issuing and handing over one compute action costs
     copy_seconds_per_byte: float = 0.0
     norm_traffic: float = 1.0  # accesses to host memory per byte of a gradient for its norm
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What the smallest device holds; None: anything."""
+        limits = [] if self.memory_limit is None else [self.memory_limit]
+        if self.machine is not None:
+            limits += [card.memory_bytes for card in self.machine.cards]
+        return min(limits, default=None)
 
     @property
     def prices(self) -> Prices:
@@ -119,6 +130,8 @@ class Scores:
         self.setting = setting
         self.seconds: dict[Candidate, float] = {}
         self.num_visits = 0  # played so far: what the search costs
+        self.refusal: PlanError | None = None  # why the last one that cannot run cannot
+        self.least_bytes: int | None = None  # that any of them takes of a device
 
     def of(self, candidate: Candidate) -> float:
         """Seconds of one step; infinite for what cannot run."""
@@ -126,8 +139,8 @@ class Scores:
         if found is None:
             try:
                 found = self._play(candidate)
-            except PlanError:
-                found = math.inf
+            except PlanError as error:
+                self.refusal, found = error, math.inf
             self.seconds[candidate] = found
         return found
 
@@ -136,21 +149,25 @@ class Scores:
         visits = candidate.visits(
             setting.costs, devices=setting.devices, microbatches=setting.microbatches
         )
-        # What a step does to the next is seen in the second one; an update left behind in the third.
-        steps = _STEPS if setting.staleness else _STEPS - 1
-        played = VisitPlayer(
-            visits,
-            setting.prices,
-            setting.machine,
+        limit, turn = setting.device_bytes, candidate.turn(visits, devices=setting.devices)
+        if limit is not None:
+            need = schedule_bytes(setting.costs, visits, devices=setting.devices, turn=turn)
+            self.least_bytes = min(need, self.least_bytes or need)
+            if need > limit:
+                return math.inf
+        # What a step does to the next shows in the second one, an update left behind in the third.
+        steps = Steps(
+            visits=visits,
             devices=setting.devices,
-            turn=candidate.turn(visits, devices=setting.devices),
-            steps=steps,
+            num_steps=_STEPS if setting.staleness else _STEPS - 1,
+            turn=turn,
             staleness=setting.staleness,
             eager=setting.eager,
-            hop_seconds=setting.hop,
-        ).play()
-        self.num_visits += steps * len(visits)
+        )
+        machine, hop = setting.machine, setting.hop
+        played = VisitPlayer(steps, setting.prices, machine, hop_seconds=hop).play()
+        self.num_visits += steps.num_steps * len(visits)
         ends = played.step_ends
         seconds = (ends[-1] - ends[-3]) / 2
-        copied = setting.copy_seconds_per_byte * played.moved_bytes / steps
+        copied = setting.copy_seconds_per_byte * played.moved_bytes / steps.num_steps
         return max(seconds + copied / setting.devices, setting.python_seconds)

@@ -7,22 +7,24 @@ are cut, how many top layers are fused, on how many devices at once each kind of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.plan.generators import Replicas
-from roundpipe.plan.partition import Partition, forward_stages, front, fused_choices
+from roundpipe.plan.partition import Partition, front, fused_choices
 from roundpipe.plan.uneven import split_forward, tapered
 from roundpipe.sim.candidate import Candidate
+from roundpipe.sim.chosen import Plan, plan_of
 from roundpipe.sim.score import Scores, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from roundpipe.plan.costs import Costs
-    from roundpipe.plan.schedule import Schedule
+    from roundpipe.plan.generators import DealName
 
 __all__ = ["Plan", "ScheduleName", "Setting", "choose", "given"]
 
@@ -31,54 +33,25 @@ _NEAR = 0.01  # plans closer than this are as good as each other
 _REPLICAS_PAY = 0.01  # auto leaves round-robin for no less: then bits depend on the devices
 _PARTITIONS = 14  # of a front, at most
 _VISITS = 120_000  # played by one search, about
-_TURNS = 3  # rounds of changing one thing at a time
+_STARTS = 3  # that are climbed from
+_TURNS = 4  # rounds of changing one thing at a time
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What was chosen, and why. ``alternatives``: the best of each other schedule, in seconds."""
-
-    candidate: Candidate
-    forward: tuple[range, ...]  # the stages of a pass without gradient
-    seconds: float  # of one step, in a chain of them
-    bound_seconds: float  # work with full recompute spread evenly without any wait
-    why: str
-    alternatives: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def partition(self) -> Partition:
-        """The stages."""
-        return self.candidate.partition
-
-    @property
-    def replicas(self) -> Replicas:
-        """On how many devices at once each kind of stage runs."""
-        return self.candidate.replicas
-
-    def computation(
-        self, costs: Costs, *, devices: int, microbatches: int, start_device: int = 0
-    ) -> Schedule:
-        """What each device computes in one step."""
-        return self.candidate.computation(
-            costs, devices=devices, microbatches=microbatches, start_device=start_device
-        )
-
-    def __str__(self) -> str:
-        return self.why
-
-
-def choose(setting: Setting, name: str = "auto") -> Plan:
+def choose(setting: Setting, name: str = "auto", *, like: Candidate | None = None) -> Plan:
     """The quickest plan of a step, of those a schedule's name allows.
 
     ``round_robin``: every stage on one device and all microbatches in one round, so that the same
     number of microbatches gives the same bits on any number of devices. ``replicated``: every stage
     on all devices. ``hybrid``: a number of its own for each kind of stage, and rounds. ``gpipe``:
-    stages stay on their devices. ``auto``: round-robin, unless a hybrid gains 1 %.
+    stages stay on their devices. ``auto``: round-robin, unless a hybrid gains 1 %. ``like``: only
+    what gives the same bits as that candidate, which is the answer where nothing else fits.
 
     Raises ConfigError for an unknown name, PlanError if nothing fits.
     """
     if name not in get_args(ScheduleName):
         raise ConfigError(f"unknown schedule: {name}\nhint: {', '.join(get_args(ScheduleName))}")
+    if like is not None:
+        return _choose_alike(setting, like)
     search = _Search(setting)
     if name == "gpipe":
         found = search.bound()
@@ -87,12 +60,34 @@ def choose(setting: Setting, name: str = "auto") -> Plan:
     else:
         found = search.climb([search.start((1, 1, 1))], frozenset({"cut", "fuse"}))
         if name == "hybrid" or (name == "auto" and setting.devices > 1):
-            allowed = frozenset({"cut", "fuse", "replicas", "rounds"})
+            allowed = frozenset({"cut", "fuse", "replicas", "rounds", "deal"})
             shared = search.climb([found, *search.shared_starts()], allowed)
             pays = search.scores.of(found) * (1 - _REPLICAS_PAY)
             if name == "hybrid" or search.scores.of(shared) < pays:
                 found = shared
+    search.require(found)
     return search.plan(found)
+
+
+def _choose_alike(setting: Setting, like: Candidate) -> Plan:
+    """The quickest plan with the bits of ``like``.
+
+    What a device adds up by itself it adds up in the order of microbatches, however layers are cut
+    and whether they are recomputed. So the cut is free where all microbatches of a round go through
+    a layer's backward on one device, or on as many whether it is fused or not; otherwise the number
+    of fused layers stays. Devices of unequal speed get shares by the costs: then nothing is free.
+    """
+    copies, speeds = like.replicas, setting.speeds or (1.0,)
+    is_shared = like.num_copies > 3
+    if copies.ramp_stages or (is_shared and min(speeds) < max(speeds)):
+        return _Search(setting).plan(like)
+    num_fused = None if copies.fused == copies.backward else len(like.partition.fused)
+    search = _Search(setting, num_fused=num_fused)
+    try:
+        found = search.bound() if like.is_bound else search.climb_from(like)
+    except PlanError:
+        found = like
+    return search.plan(search.best([like, found]))
 
 
 @dataclass(frozen=True)
@@ -106,10 +101,10 @@ class _Shape:
 
 
 class _Search:
-    """One search: fronts, scores and what may be changed."""
+    """One search: fronts, scores and what may be changed. ``num_fused`` layers, if it is given."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, setting: Setting, *, num_fused: int | None = None) -> None:
+        self.setting, self._num_fused = setting, num_fused
         self.scores = Scores(setting)
         self._fronts: dict[int, list[Partition]] = {}
         self._shapes: dict[Partition, _Shape] = {}
@@ -117,16 +112,24 @@ class _Search:
     @cached_property
     def fuses(self) -> list[int]:
         """How many top layers may be fused."""
-        most = self.setting.most_fused or self.setting.costs.num_layers
-        return [k for k in fused_choices(self.setting.costs, self.memory_limit) if k <= most]
+        if self._num_fused is not None:
+            return [self._num_fused]
+        setting, costs = self.setting, self.setting.costs
+        most = setting.most_fused or costs.num_layers
+        choices = [k for k in fused_choices(costs, self.memory_limit) if k <= most]
+        if setting.longest is None:
+            return choices
+        tops = {k: range(costs.num_layers - k, costs.num_layers) for k in choices}
+        return [k for k in choices if k == 1 or _both(costs, tops[k]) <= setting.longest]
 
-    @property
+    @cached_property
     def memory_limit(self) -> int | None:
-        """Of the smallest device."""
-        limits = [self.setting.memory_limit]
-        if self.setting.machine is not None:
-            limits += [card.memory_bytes for card in self.setting.machine.cards]
-        return min((limit for limit in limits if limit is not None), default=None)
+        """Of the smallest device, without the boundaries that stay there from visit to visit."""
+        limit, setting = self.setting.device_bytes, self.setting
+        if limit is None:
+            return None
+        largest = max(layer.boundary_bytes for layer in setting.costs.layers)
+        return limit - largest * -(-setting.microbatches // setting.devices)
 
     def front(self, fuse: int) -> list[Partition]:
         """Cuts with so many layers fused, from few stages to many, thinned out."""
@@ -135,7 +138,8 @@ class _Search:
                 self.setting.costs,
                 memory_limit=self.memory_limit,
                 fuse=fuse,
-                most_fused=fuse if fuse > 1 else None,
+                most_fused=fuse if fuse > 1 or self._num_fused else None,
+                longest=self.setting.longest,
             )
             count = min(len(whole), _PARTITIONS)
             step = (len(whole) - 1) / max(count - 1, 1)
@@ -169,8 +173,9 @@ class _Search:
         """Everything on all devices; on as many as host memory can feed; the last stage alone."""
         count, fed = self.setting.devices, self.fed()
         copies = {(count,) * 3, (fed,) * 3, (1, count, 1), (max(fed // 4, 1), count, fed)}
+        copies.add((1, min(3, count), min(2, count)))
         starts = [self.start(some) for some in sorted(copies)]
-        return sorted(starts, key=self.scores.of)[:2]
+        return sorted(starts, key=self.scores.of)[:_STARTS]
 
     def fed(self) -> int:
         """The most replicas whose transfers and sums, with the update, take a step's work at most.
@@ -201,7 +206,7 @@ class _Search:
             here = start
             for _ in range(_TURNS):
                 before = here
-                for what in ("cut", "replicas", "fuse", "rounds"):
+                for what in ("cut", "replicas", "fuse", "rounds", "deal"):
                     if what in allowed and self.scores.num_visits < _VISITS:
                         here = self.best([here, *getattr(self, f"_{what}")(here)])
                 if here == before:
@@ -209,17 +214,27 @@ class _Search:
             found.append(here)
         return self.best(found)
 
+    def climb_from(self, like: Candidate) -> Candidate:
+        """The best of other cuts, with the replicas and rounds of ``like``."""
+        cuts = self.front(self.fuses[0])
+        some = {cuts[round(at * (len(cuts) - 1) / 3)] for at in range(4)}
+        start = self.best([replace(like, partition=cut) for cut in cuts if cut in some])
+        allowed = {"cut"} if self._num_fused is not None else {"cut", "fuse"}
+        return self.climb([start], frozenset(allowed))
+
     # ---- what may be changed
 
     def _cut(self, here: Candidate) -> Iterator[Candidate]:
-        shape = self._shapes[here.partition]
+        shape = self._shapes.get(here.partition)
+        if shape is None:  # cut for devices of unequal speed
+            return
         others = [replace(shape, place=shape.place + by) for by in (-2, -1, 1, 2)]
         others += [replace(shape, pieces=count) for count in {*_around(shape.pieces)}]
         others += [replace(shape, ramp_stages=count) for count in (0, 1, 2, 4)]
         yield from self._shaped(here, others)
 
     def _fuse(self, here: Candidate) -> Iterator[Candidate]:
-        shape, others = self._shapes[here.partition], []
+        shape, others = self._shapes.get(here.partition, _Shape(1, 0)), []
         count = here.partition.num_stages
         for fuse in self.fuses:
             try:
@@ -239,11 +254,16 @@ class _Search:
     def _replicas(self, here: Candidate) -> Iterator[Candidate]:
         now = (here.replicas.forward, here.replicas.fused, here.replicas.backward)
         for kind in range(3):
-            for count in _around(now[kind]):
+            for count in {*_around(now[kind]), 1, self.setting.devices} - {now[kind]}:
                 if count <= self.setting.devices:
                     copies = [*now]
                     copies[kind] = count
                     yield here.with_replicas(*copies)
+
+    def _deal(self, here: Candidate) -> Iterator[Candidate]:
+        if here.num_copies > 3:
+            other: DealName = "cyclic" if here.deal == "earliest" else "earliest"
+            yield replace(here, deal=other)
 
     def _rounds(self, here: Candidate) -> Iterator[Candidate]:
         for rounds in (here.rounds * 2, here.rounds // 2):
@@ -262,6 +282,19 @@ class _Search:
 
     # ---- the end
 
+    def require(self, candidate: Candidate) -> None:
+        """Raise PlanError, with the way out, if even the best of all found does not fit."""
+        if math.isfinite(self.scores.of(candidate)):
+            return
+        if self.scores.refusal is not None:
+            raise self.scores.refusal
+        need, limit = self.scores.least_bytes, self.setting.device_bytes
+        raise PlanError(
+            f"no plan fits on the device: {need} bytes of {limit}\n"
+            f"hint: device_memory_limit={need} if the device has it, or num_microbatch=… for "
+            "smaller ones"
+        )
+
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of what was found."""
         best: dict[str, float] = {}
@@ -274,7 +307,7 @@ class _Search:
         if others:
             what += f"; {others[0][1]} {others[0][0] / seconds - 1:+.0%}"
         alternatives = tuple((other, kept) for kept, other in others)
-        return _plan(self.setting, candidate, seconds, what, alternatives)
+        return plan_of(self.setting, candidate, seconds, what, alternatives)
 
 
 def _around(count: int) -> tuple[int, ...]:
@@ -286,35 +319,12 @@ def given(setting: Setting, partition: Partition, replicas: Replicas | None = No
     """A plan with stages given by hand."""
     candidate = Candidate(partition, replicas or Replicas(), speeds=setting.speeds)
     seconds = Scores(setting).of(candidate)
-    return _plan(setting, candidate, seconds, "given by hand", ())
+    return plan_of(setting, candidate, seconds, "given by hand", ())
 
 
-def _plan(
-    setting: Setting,
-    candidate: Candidate,
-    seconds: float,
-    what: str,
-    alternatives: tuple[tuple[str, float], ...],
-) -> Plan:
-    bound = setting.even_seconds
-    name = candidate.name(setting.devices).replace("_", "-")
-    why = (
-        f"{name} · {candidate} · {setting.microbatches} microbatches on {setting.devices} devices: "
-        f"{bound / seconds:.0%} of the even spread ({what})"
-    )
-    forward = forward_stages(setting.costs, _longest(setting.costs, candidate.partition))
-    return Plan(candidate, forward, seconds, bound, why, alternatives)
-
-
-def _longest(costs: Costs, partition: Partition) -> float:
-    def seconds(stage: range, *, backward: bool) -> float:
-        return sum(
-            costs.layers[layer].forward_seconds + backward * costs.layers[layer].backward_seconds
-            for layer in stage
-        )
-
-    stages = [seconds(stage, backward=True) for stage in (partition.fused, *partition.backward)]
-    return max([*stages, *(seconds(stage, backward=False) for stage in partition.forward)])
+def _both(costs: Costs, stage: range) -> float:
+    layers = costs.layers[stage.start : stage.stop]
+    return sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
 
 
 def _even_stages(costs: Costs, count: int) -> list[range]:

@@ -58,34 +58,34 @@ class _Run:
     gives: int  # the boundary whose gradient it gives, -1 if none
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A chain of equal steps; each is dealt ``turn`` devices further than the one before."""
+
+    visits: Sequence[Visit]
+    devices: int
+    num_steps: int
+    turn: int = 0
+    staleness: int = 0
+    eager: bool = False
+
+
 class VisitPlayer:
-    """Plays ``steps`` steps of ``visits``; ``turn`` devices further each step."""
+    """Plays a chain of steps. ``step_ends``: for each when its last compute ends, once played."""
 
     def __init__(
-        self,
-        visits: Sequence[Visit],
-        prices: Prices,
-        machine: Machine | None,
-        *,
-        devices: int,
-        turn: int = 0,
-        steps: int = 4,
-        staleness: int = 0,
-        eager: bool = False,
-        hop_seconds: float = 0.0,
+        self, steps: Steps, prices: Prices, machine: Machine | None, *, hop_seconds: float = 0.0
     ) -> None:
-        self.visits, self.prices, self.costs = visits, prices, prices.costs
-        self.devices, self.turn, self.num_steps = devices, turn, steps
-        self.staleness, self.eager, self.hop = staleness, eager, hop_seconds
+        self.steps, self.prices, self.costs, self.hop = steps, prices, prices.costs, hop_seconds
         self._flows = Flows(Sharing(machine)) if machine is not None else None
         self._nodes: list[_Node] = []
         self._runs: list[_Run] = []
-        self._free = [0.0] * devices
+        self._free = [0.0] * steps.devices
         self._made: dict[tuple[int, int, int], tuple[float, int]] = {}
         self._gradients: dict[tuple[int, int, int], tuple[float, int]] = {}
         self._heap: list[tuple[float, int, int]] = []
         self._num_ended = 0
-        self.step_ends = [0.0] * steps
+        self.step_ends = [0.0] * steps.num_steps
         self.moved_bytes = 0.0
         _Builder(self).build()
 
@@ -191,8 +191,10 @@ class _Builder:
 
     def __init__(self, player: VisitPlayer) -> None:
         self.player, self.costs = player, player.costs
-        self.computes: dict[int, list[int]] = {d: [] for d in range(player.devices)}  # by device
-        self.downloads: dict[int, list[int]] = {d: [] for d in range(player.devices)}
+        self.computes: dict[int, list[int]] = {
+            d: [] for d in range(player.steps.devices)
+        }  # by device
+        self.downloads: dict[int, list[int]] = {d: [] for d in range(player.steps.devices)}
         self.last_upload: dict[int, int] = {}
         self.last_download: dict[int, int] = {}
         self.sums: int | None = None
@@ -201,8 +203,8 @@ class _Builder:
         self.published: dict[int, int] = {}
         self.makers: dict[tuple[int, int], int] = {}  # of this step: boundary, microbatch
         self.givers: dict[tuple[int, int], int] = {}
-        self.merged = _merged(self.costs, player.visits)
-        self.shapes = [self.shape(visit) for visit in player.visits]
+        self.merged = _merged(self.costs, player.steps.visits)
+        self.shapes = [self.shape(visit) for visit in player.steps.visits]
         self.addends = self._addends()
         self.brought: dict[int, list[int]] = {}  # by owner the downloads of this step
         self.sums_before: dict[int, int] = {}  # by owner what added up its gradient a step before
@@ -227,11 +229,11 @@ class _Builder:
 
     def build(self) -> None:
         """All steps."""
-        for step in range(self.player.num_steps):
+        for step in range(self.player.steps.num_steps):
             self.makers, self.givers, self.brought = {}, {}, {}
             gives: dict[int, tuple[int, int]] = {}  # owner -> (visit, node that makes it whole)
             uploads: dict[int, list[tuple[int, int]]] = {}
-            for visit, shape in zip(self.player.visits, self.shapes, strict=True):
+            for visit, shape in zip(self.player.steps.visits, self.shapes, strict=True):
                 self.visit(step, visit, shape, gives, uploads)
             self.step_end(gives, uploads)
             self.sums_before = {o: node for o, (_, node) in gives.items() if o in self.merged}
@@ -239,7 +241,7 @@ class _Builder:
     def _addends(self) -> dict[int, list[int]]:
         """For each owner whose gradient is added up the visits that give some, in order."""
         found: dict[int, list[int]] = {}
-        for visit in self.player.visits:
+        for visit in self.player.steps.visits:
             for owner in self.trained(visit):
                 if owner in self.merged:
                     found.setdefault(owner, []).append(visit.number)
@@ -256,9 +258,9 @@ class _Builder:
         """One visit: its upload, compute, download and sum."""
         player = self.player
         forward, backward, weight_bytes, read, trained = shape
-        device = (visit.device + step * player.turn) % player.devices
+        device = (visit.device + step * player.steps.turn) % player.steps.devices
         earlier, sent = self.computes[device], self.downloads[device]
-        fresh = self.published if player.staleness else self.updates
+        fresh = self.published if player.steps.staleness else self.updates
         slot = earlier[-2] if len(earlier) > 1 else None
         ready = [fresh.get(owner) for owner in read]
         after = [self.last_upload.get(device), slot, *ready]
@@ -339,7 +341,7 @@ class _Builder:
         layers, costs, wanted = self.costs.layers, self.costs, set(whole)
         total = float(sum(layers[owner].gradient_bytes for owner in wanted))
         for number in {number for owner in whole for number in self.addends[owner]}:
-            for layer in self.player.visits[number].layers:
+            for layer in self.player.steps.visits[number].layers:
                 if wanted & set(costs.owners_trained(layer)):
                     total += layers[layer].gradient_bytes
         return total
@@ -352,9 +354,9 @@ class _Builder:
         queue: list[tuple[int, int, int, int]] = [
             (visit, 1, -owner, owner) for owner, (visit, _) in gives.items()
         ]
-        if player.staleness:
+        if player.steps.staleness:
             queue += [
-                (max(visit for visit, _ in uploads[owner]) - player.devices, 0, owner, owner)
+                (max(visit for visit, _ in uploads[owner]) - player.steps.devices, 0, owner, owner)
                 for owner in gives
             ]
         updates: dict[int, int] = {}
@@ -363,14 +365,14 @@ class _Builder:
             if not is_gradient:
                 after = [self.host, *(node for _, node in uploads[owner])]
                 self.host = self.published[owner] = player.add(cost.publish_bytes, after=after)
-            elif player.eager:
+            elif player.steps.eager:
                 after = [self.host, gives[owner][1]]
                 self.host = updates[owner] = player.add(self._update_bytes(owner), after=after)
             else:
                 whole = cost.gradient_bytes if owner in self.merged else cost.whole_download_bytes
                 size = prices.norm_traffic * whole
                 self.host = player.add(size, after=[self.host, gives[owner][1]])
-        if not player.eager:
+        if not player.steps.eager:
             for owner in sorted(gives):
                 size = self._update_bytes(owner)
                 self.host = updates[owner] = player.add(size, after=[self.host])
@@ -378,7 +380,7 @@ class _Builder:
 
     def _update_bytes(self, owner: int) -> int:
         cost = self.costs.layers[owner]
-        written = cost.publish_bytes // 3 if self.player.staleness else 0
+        written = cost.publish_bytes // 3 if self.player.steps.staleness else 0
         return max(cost.update_bytes - written, 0)
 
 

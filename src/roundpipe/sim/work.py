@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roundpipe.plan.actions import Action, Op
+from roundpipe.plan.actions import COMPUTE, OF_LAYERS, Action, Op
 from roundpipe.plan.schedule import Phase
 from roundpipe.sim.sharing import ON_HOST, Road
 
@@ -70,26 +70,24 @@ class _Works:
         return found
 
     def _make(self, action: Action) -> Work:
-        if action.op in (Op.UPDATE, Op.NORM, Op.PUBLISH):
+        if action.op in OF_LAYERS:
             return self._host(action)
         visit = self._schedule.visits[action.index]
-        if action.op in (Op.FORWARD, Op.FUSED, Op.RECOMPUTE, Op.BACKWARD):
+        if action.op in COMPUTE:
             return self._compute(action.op, visit)
-        costs = [self._layers[layer] for layer in visit.layers]
-        if action.op is Op.UPLOAD:
-            chunks = self._schedule.chunks.get((Op.UPLOAD, visit.number), 1)
-            total = sum(cost.weight_bytes for cost in costs)
-            return Work(num_bytes=total / chunks, road=Road(visit.device))
-        if action.op is Op.DOWNLOAD:
-            chunks = self._schedule.chunks.get((Op.DOWNLOAD, visit.number), 1)
-            total = sum(self._download_bytes(layer) for layer in visit.layers)
-            return Work(num_bytes=total / chunks, road=Road(visit.device, up=False))
         if action.op is Op.MERGE:
             return Work(num_bytes=self._merge_bytes(action))
         if action.op is Op.GRADIENT_IN:
             return Work(num_bytes=self._boundary_bytes(visit.layers.stop), road=Road(visit.device))
-        road = Road(visit.device, up=False)
-        return Work(num_bytes=self._boundary_bytes(visit.layers.start), road=road)
+        down = Road(visit.device, up=False)
+        if action.op is Op.GRADIENT_OUT:
+            return Work(num_bytes=self._boundary_bytes(visit.layers.start), road=down)
+        chunks = self._schedule.chunks.get((action.op, visit.number), 1)
+        if action.op is Op.UPLOAD:
+            total = sum(self._layers[layer].weight_bytes for layer in visit.layers)
+            return Work(num_bytes=total / chunks, road=Road(visit.device))
+        total = sum(self._download_bytes(layer) for layer in visit.layers)
+        return Work(num_bytes=total / chunks, road=down)
 
     def _compute(self, op: Op, visit: Visit) -> Work:
         costs = [self._layers[layer] for layer in visit.layers]

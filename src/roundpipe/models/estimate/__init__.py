@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.models.estimate.config import find_config, make_config
+from roundpipe.models.estimate.config import find_config, make_config, named
 from roundpipe.models.estimate.costs import Job, costs
 from roundpipe.models.estimate.disk import Disk, disk
 from roundpipe.models.estimate.method import Lora, Method
 from roundpipe.models.estimate.profile import Profile
 from roundpipe.models.estimate.rates import Efficiency
 from roundpipe.models.estimate.stored import stored_profile
-from roundpipe.models.known import find_known
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,10 +57,10 @@ def profile(
     ModelError for one that cannot be split exactly.
     """
     method = Method(name=method) if isinstance(method, str) else method  # type: ignore[arg-type]
-    if isinstance(model, str) and not fuse and (known := find_known(model)) is not None:
-        found = stored_profile(known, method, bits=bits)
-        if found is not None:
-            return found
+    known = named(model) if isinstance(model, str) and not fuse else None
+    found = None if known is None else stored_profile(known, method, bits=bits)
+    if found is not None:
+        return found
     name, fields = find_config(model)
     from roundpipe.models.estimate.build import count  # noqa: PLC0415 (imports torch)
 

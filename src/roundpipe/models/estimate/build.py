@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roundpipe.errors import ModelError
 from roundpipe.models.causal_layers import Block, CausalLMContext, Suffix
 from roundpipe.models.causal_lm import chain_of
 from roundpipe.models.estimate.adapter import apply_method
@@ -68,7 +69,7 @@ def count(
     model = _build(config, _DTYPES[bits]).train()
     apply_method(model, method)
     with Answering():
-        split = record(model, META).split
+        split = _take_apart(model)
         layers = chain_of(split)
         kinds, representatives = _kinds(layers)
         run = _Run(split, layers, _DTYPES[bits], config if fuse and _is_plain(model) else None)
@@ -98,6 +99,19 @@ def _build(config: Any, dtype: torch.dtype) -> nn.Module:
         made: Any = AutoModelForCausalLM.from_config  # carries no types
         model: nn.Module = made(config, dtype=dtype, trust_remote_code=False)
     return model.to(META)  # some functions that draw do not ask which device is the default
+
+
+def _take_apart(model: nn.Module) -> Split:
+    try:
+        return record(model, META).split
+    except ModelError as error:
+        if isinstance(error.__cause__, ModelError) or "meta tensor" not in str(error):
+            raise
+        raise ModelError(
+            f"{type(model).__name__} cannot be estimated from its config: what it runs depends on "
+            f"values of tensors: {error.__cause__}\n"
+            "hint: it can be trained all the same, and its costs are measured then"
+        ) from error
 
 
 def _text(config: Any) -> Any:

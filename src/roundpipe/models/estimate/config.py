@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
 from roundpipe.models.known import find_known, nearest_known
+
+if TYPE_CHECKING:
+    from roundpipe.models.known import KnownModel
 
 _LARGEST_FILE = 4 << 20
 _LARGEST_NUMBER = 1 << 24  # of any width, vocabulary or count of experts
@@ -48,7 +51,7 @@ def find_config(given: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, A
     if path.is_file():
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return name, _read(path)
-    known = find_known(str(given))
+    known = named(str(given))
     if known is not None:
         return known.name, dict(known.config)
     near = nearest_known(str(given))
@@ -56,6 +59,13 @@ def find_config(given: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, A
         f"no config at hand for this model: {given}\n"
         f"hint: give a folder or a config.json{', or one of: ' if near else ''}{', '.join(near)}"
     )
+
+
+def named(given: str) -> KnownModel | None:
+    """The well-known model that ``given`` names, unless it is a path or may be meant as one."""
+    if given.startswith((".", "/", "~")) or given.count("/") > 1 or Path(given).exists():
+        return None
+    return find_known(given)
 
 
 def make_config(fields: Mapping[str, Any]) -> Any:
