@@ -30,7 +30,7 @@ from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.partition import Partition, front
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.sim.candidate import Candidate
-from roundpipe.sim.score import Setting, computation, play
+from roundpipe.sim.score import Scores, Setting, computation, play
 from roundpipe.sim.simulate import simulate_machine
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ REPORTED = ("gpt-oss-20b", "qwen3-235b-a22b")
 LARGEST = "qwen3-235b-a22b"  # adapters are trained: almost nothing is updated
 GPUS = (1, 2, 4, 8)
 PYTHON_SECONDS = 0.4e-3  # of a dense layer, forward or backward
-STEPS = 4  # of a chain; measured from the end of the second
+STEPS = 4  # of a chain of lowered schedules; measured from the end of the second
 MOST_ERROR = 3.0  # %
 
 
@@ -161,10 +161,9 @@ def longest_stage(costs: Costs, cut: Partition) -> float:
 
 
 def tokens_per_second(job: Job, costs: Costs | None = None, **changes: Any) -> float:
-    """Predicted, in a chain of steps that go on without a flush."""
+    """Predicted as the search predicts: in a chain of steps that go on without a flush."""
     setting = job.setting(costs, **changes)
-    played = play(setting, job.candidate(setting.costs), steps=STEPS)
-    return job.tokens / played.step_seconds(1, STEPS - 1)
+    return job.tokens / Scores(setting).of(job.candidate(setting.costs))
 
 
 def ceiling(job: Job) -> float:
@@ -302,7 +301,7 @@ def explained() -> Iterator[str]:
     for name, python in bounds.items():
         job = Job.of(name, max(GPUS))
         yield (
-            f"{name}: if Python takes {1e3 * python:.0f} ms for each layer and microbatch of a step,"
+            f"{name}: if Python takes {1e3 * python:.0f} ms for each layer and microbatch,"
             f" {most_by_python(job, python):,.0f} tokens/s on any number; published on 8:"
             f" {job.speed:,.0f}"
         )

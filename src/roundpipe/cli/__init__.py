@@ -75,9 +75,9 @@ def train(context: typer.Context) -> None:
 @app.command(
     context_settings=_RAW,
     options_metavar="[FILE] [key=value …] [--why] [--json] [--trace FILE] [--html FILE]",
-    help="Say if a job fits, how fast, how long. The job is what FILE and keys describe; nothing of "
-    "it is loaded. machine=8x4090,512GB plans for a machine you do not have. Without a model: a table "
-    "of what this machine can train. Exit code 3 where the job does not fit.",
+    help="Say if a job fits, how fast, how long. The job is what FILE and keys describe; nothing "
+    "of it is loaded. machine=8x4090,512GB plans for a machine you do not have. Without a model: a "
+    "table of what this machine can train. Exit code 3 where the job does not fit.",
     epilog="roundpipe plan model=Qwen/Qwen3-32B machine=8x4090,512GB method=lora batch_size=128",
 )
 def plan(context: typer.Context) -> None:

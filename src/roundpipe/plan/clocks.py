@@ -91,19 +91,14 @@ def play(
     streams: Mapping[str, Sequence[Action]],
     waits: Mapping[Action, Sequence[Action]],
     seconds: Callable[[Action], float],
-    *,
-    free: Mapping[str, float] | None = None,
-    earlier: Mapping[Action, float] | None = None,
-    delay: Callable[[Action, Action], float] | None = None,
 ) -> Iterator[tuple[Action, float, float]]:
     """Give (action, start, end) in an order that respects waits; heads of streams start at once.
 
-    In-order streams with fixed durations make starts a longest path. ``free`` is when each stream
-    is done with the step before and ``earlier`` when each of that step's actions ended; what is
-    not in them is over. ``delay(made, user)`` is how long a result is on its way. Raises DeadlockError when no stream can move.
+    In-order streams with fixed durations make starts a longest path. A wait for the step before is
+    over at once. Raises DeadlockError when no stream can move.
     """
     position = dict.fromkeys(streams, 0)
-    now = {name: (free or {}).get(name, 0.0) for name in streams}
+    now = dict.fromkeys(streams, 0.0)
     ends: dict[Action, float] = {}
     blocked: dict[Action, list[str]] = {}
     ready = deque(streams)
@@ -116,13 +111,11 @@ def play(
             missing = None
             for other in waits.get(action, ()):
                 if other.before:
-                    end = earlier.get(other.of_this_step(), start) if earlier else start
-                elif other in ends:
-                    end = ends[other]
-                else:
+                    continue
+                if other not in ends:
                     missing = other
                     break
-                start = max(start, end + (delay(other, action) if delay else 0.0))
+                start = max(start, ends[other])
             if missing is not None:
                 blocked.setdefault(missing, []).append(name)
                 break

@@ -8,8 +8,7 @@ than it has is shared by weight: a flow limited elsewhere leaves the rest to the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +19,7 @@ HOST = "host"  # the road of what only works on host memory
 _UPDATE_WEIGHT = 8.0  # an optimizer on many cores asks for memory as often as so many transfers
 
 
-@dataclass(frozen=True, slots=True)
-class Road:
+class Road(NamedTuple):  # a key of rates that are looked up all the time
     """Where a flow goes: up or down the link of ``device``, or (-1) through host memory alone."""
 
     device: int

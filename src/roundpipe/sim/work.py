@@ -79,15 +79,19 @@ class _Works:
             return Work(num_bytes=self._merge_bytes(action))
         if action.op is Op.GRADIENT_IN:
             return Work(num_bytes=self._boundary_bytes(visit.layers.stop), road=Road(visit.device))
-        down = Road(visit.device, up=False)
         if action.op is Op.GRADIENT_OUT:
-            return Work(num_bytes=self._boundary_bytes(visit.layers.start), road=down)
+            size = self._boundary_bytes(visit.layers.start)
+            return Work(num_bytes=size, road=Road(visit.device, up=False))
+        return self._weights(action, visit)
+
+    def _weights(self, action: Action, visit: Visit) -> Work:
+        """A chunk of a visit's weights up, or of its gradients down."""
         chunks = self._schedule.chunks.get((action.op, visit.number), 1)
         if action.op is Op.UPLOAD:
             total = sum(self._layers[layer].weight_bytes for layer in visit.layers)
             return Work(num_bytes=total / chunks, road=Road(visit.device))
         total = sum(self._download_bytes(layer) for layer in visit.layers)
-        return Work(num_bytes=total / chunks, road=down)
+        return Work(num_bytes=total / chunks, road=Road(visit.device, up=False))
 
     def _compute(self, op: Op, visit: Visit) -> Work:
         costs = [self._layers[layer] for layer in visit.layers]

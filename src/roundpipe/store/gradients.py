@@ -81,7 +81,7 @@ class Gradients:
             self.state = GradientState.FILLING
 
     def add_(self, name: str, partials: Sequence[Tensor]) -> None:
-        """Add visits' fp32 partial sums, one after the other; the first of a step is taken as it is.
+        """Add visits' fp32 partial sums one by one; the first of a step is taken as it is.
 
         Piece by piece, so that a piece of the sum stays in the cache: each partial sum is read
         once and the sum written once.
