@@ -55,17 +55,6 @@ def test_play_is_the_longest_path() -> None:
     }
 
 
-def test_play_goes_on_where_the_step_before_ended() -> None:
-    found = play(
-        queues(one="F0.0", two="X1.0"),
-        waits(F0_0="-S0 -S9", X1_0="F0.0"),
-        lambda _: 1.0,
-        free={"one": 1.0, "two": 7.0},
-        earlier={parse("S0"): 4.0},
-    )
-    assert [(str(action), start) for action, start, _ in found] == [("F0.0", 4), ("X1.0", 7)]
-
-
 def test_an_action_without_length_is_ordered_before_what_waits_for_it() -> None:
     streams = queues(two="X1.0", one="F0.0")
     order = order_by_start(streams, waits(X1_0="F0.0"), lambda _: 0.0)

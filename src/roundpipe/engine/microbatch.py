@@ -72,9 +72,8 @@ def rows_of(microbatch: Microbatch) -> int:
     for leaf in pytree.tree_leaves((microbatch.inputs.args, microbatch.inputs.kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             has_features = leaf.is_floating_point() and leaf.dim() > 1
-            rows = max(
-                rows, leaf.numel() // max(leaf.shape[-1], 1) if has_features else leaf.numel()
-            )
+            width = max(leaf.shape[-1], 1) if has_features else 1
+            rows = max(rows, leaf.numel() // width)
     return rows
 
 

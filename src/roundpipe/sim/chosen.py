@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Plan:
     """What was chosen, and why. ``alternatives``: the best of each other schedule, in seconds.
 
-    Plans are equal that run alike, whatever made them the choice. ``made``: the computation, where it does not follow from the candidate.
+    Plans are equal that run alike, whatever made them the choice. ``made``: the computation, where
+    it does not follow from the candidate.
     """
 
     candidate: Candidate
