@@ -27,7 +27,7 @@ from roundpipe.engine.measure import (
 from roundpipe.engine.program import Program
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.models.ghost import declared_costs
-from roundpipe.plan.by_hand import balanced, forward_of, partition_in, partition_of
+from roundpipe.plan.by_hand import balanced, forward_of, partition_in, partition_of, require_whole
 from roundpipe.plan.check import check
 from roundpipe.plan.generators import at_start_device, forward_only
 from roundpipe.plan.passes import Options, lower_chain
@@ -201,7 +201,9 @@ class Planner:
                 "hint: return what the generators of roundpipe.plan return"
             )
         check([made])
-        plan = given(setting, partition_in(made))
+        partition = partition_in(made)
+        require_whole(partition, self.costs)
+        plan = given(setting, partition)
         why = f"as schedule= gave it · {setting.microbatches} microbatches"
         return replace(plan, made=made, why=f"{why} on {setting.devices} devices")
 

@@ -130,16 +130,38 @@ def best_speed(case: Case, schedule: str = "auto", *, sizes: Sequence[int]) -> S
     settings = {size: setting_of(case, size) for size in sizes}
     size = min(sizes, key=lambda size: (quick_seconds(settings[size]), -size))
     setting = settings[size]
-    few = min(setting.microbatches, _MOST_MICROBATCHES_EACH * setting.devices)
-    small = replace(setting, microbatches=few)
     shares = schedule in ("auto", "hybrid")
     if schedule == "auto" and not _may_share(case):
-        found = _at_length(Speed(case, setting, size, _chosen(small, "round_robin")), small)
+        found = _searched(case, size, setting, "round_robin")
         return _relative(found, shares=not _is_on_cpu(case)) if setting.devices > 1 else found
-    found = _at_length(Speed(case, setting, size, _chosen(small, schedule)), small)
+    found = _searched(case, size, setting, schedule)
     if schedule in ("auto", "hybrid", "round_robin") and not _fits(found, found.plan.candidate):
         return _relative(found, shares=shares)
     return found
+
+
+def _searched(case: Case, size: int, setting: Setting, schedule: str) -> Speed:
+    """What the search finds with enough microbatches, as it is with all of them.
+
+    A device may hold less of a step with more: what stays there for the next stage grows. Then the
+    search sees all microbatches or, where they are too many for that, rounds keep them apart.
+    """
+    few = min(setting.microbatches, _MOST_MICROBATCHES_EACH * setting.devices)
+    searched = replace(setting, microbatches=few)
+    found = Speed(case, setting, size, _chosen(searched, schedule))
+    if few == setting.microbatches:
+        return found
+    if found.device.total <= case.device_limit:
+        return _with_all(found, found.plan.candidate)
+    if setting.microbatches <= _PLAYED_EACH * setting.devices:
+        return replace(found, plan=_chosen(setting, schedule))
+    for rounds in (2**power for power in range(1, 24)):
+        apart = replace(found.plan.candidate, rounds=rounds)
+        if rounds > setting.microbatches or _device(setting, apart).total <= case.device_limit:
+            break
+    if rounds > setting.microbatches:
+        raise PlanError(f"no plan fits: {setting.microbatches:,} microbatches at once")
+    return _with_all(found, apart)
 
 
 def _chosen(setting: Setting, schedule: str) -> Plan:
@@ -157,15 +179,13 @@ def _chosen(setting: Setting, schedule: str) -> Plan:
         return Plan(least, one_by_one, seconds, setting.even_seconds, "the least that fits")
 
 
-def _at_length(found: Speed, searched: Setting) -> Speed:
-    """The plan with the seconds of all microbatches; the search saw no more than enough of them."""
-    plan, setting = found.plan, found.setting
-    if searched.microbatches == setting.microbatches:
-        return found
-    seconds = _all_seconds(setting, plan.candidate)
-    share = seconds / plan.seconds
-    alternatives = tuple((name, each * share) for name, each in plan.alternatives)
-    return replace(found, plan=replace(plan, seconds=seconds, alternatives=alternatives))
+def _with_all(found: Speed, candidate: Candidate) -> Speed:
+    """A plan that was found with few microbatches, with the seconds of all."""
+    seconds = _all_seconds(found.setting, candidate)
+    share = seconds / found.plan.seconds
+    others = tuple((name, each * share) for name, each in found.plan.alternatives)
+    plan = replace(found.plan, candidate=candidate, seconds=seconds, alternatives=others)
+    return replace(found, plan=plan)
 
 
 def _all_seconds(setting: Setting, candidate: Candidate) -> float:

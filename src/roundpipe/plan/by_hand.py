@@ -42,6 +42,13 @@ def partition_of(by_hand: ModelExecutePlan, costs: Costs) -> Partition:
         if lowest is not None and stage.stop > lowest
     ]
     partition = Partition(tuple(by_hand.fwd_plan), by_hand.bwd_plan[0], tuple(below))
+    require_whole(partition, costs)
+    return partition
+
+
+def require_whole(partition: Partition, costs: Costs) -> None:
+    """Raise PlanError if stages leave out the last layer, or one that is trained."""
+    lowest = costs.first_trainable
     if list(partition.fused) != list(range(partition.fused.start, costs.num_layers)):
         raise PlanError(
             f"the fused stage must end with the last of {costs.num_layers} layers: "
@@ -53,7 +60,6 @@ def partition_of(by_hand: ModelExecutePlan, costs: Costs) -> Partition:
             f"backward stages must reach down to the lowest trained layer, {lowest}: "
             f"{list(partition.backward)}"
         )
-    return partition
 
 
 def forward_of(by_hand: ModelExecutePlan, costs: Costs) -> tuple[range, ...]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.plan.generators import Replicas
+from roundpipe.plan.memory import room_of
 from roundpipe.plan.partition import Partition, front, fused_choices
-from roundpipe.plan.uneven import split_forward, tapered
+from roundpipe.plan.uneven import UnevenDevices, split_forward, tapered, uneven_front
 from roundpipe.sim.candidate import Candidate
 from roundpipe.sim.chosen import Plan, plan_of
 from roundpipe.sim.score import Scores, Setting
@@ -124,12 +125,20 @@ class _Search:
 
     @cached_property
     def memory_limit(self) -> int | None:
-        """Of the smallest device, without the boundaries that stay there from visit to visit."""
+        """Of the smallest device, without the boundaries that stay there from visit to visit.
+
+        Where that leaves too little for a layer, all of it: what a candidate takes is counted.
+        """
         limit, setting = self.setting.device_bytes, self.setting
         if limit is None:
             return None
         largest = max(layer.boundary_bytes for layer in setting.costs.layers)
-        return limit - largest * -(-setting.microbatches // setting.devices)
+        left = limit - largest * -(-setting.microbatches // setting.devices)
+        try:
+            room_of(setting.costs, left, 1)
+        except PlanError:
+            return limit
+        return left
 
     def front(self, fuse: int) -> list[Partition]:
         """Cuts with so many layers fused, from few stages to many, thinned out."""
@@ -167,7 +176,21 @@ class _Search:
         cuts = self.front(self.fuses[0])
         some = [cuts[round(at * (len(cuts) - 1) / 3)] for at in range(4)]
         speeds = self.setting.speeds
+        if speeds is not None and copies == (1, 1, 1):
+            some += self.uneven(speeds)
         return self.best(Candidate(c, speeds=speeds).with_replicas(*copies) for c in some)
+
+    def uneven(self, speeds: Sequence[float]) -> list[Partition]:
+        """Stages as long as the device is fast that they are dealt to in turn; if layers fit so."""
+        limits, machine = self.memory_limit, self.setting.machine
+        held = None if limits is None else [limits] * len(speeds)
+        if machine is not None:
+            held = [min(card.memory_bytes, limits or card.memory_bytes) for card in machine.cards]
+        try:
+            cuts = uneven_front(UnevenDevices(self.setting.costs, speeds, held))
+        except PlanError:
+            return []
+        return [cuts[round(at * (len(cuts) - 1) / 5)] for at in range(6)]
 
     def shared_starts(self) -> list[Candidate]:
         """Everything on all devices; on as many as host memory can feed; the last stage alone."""
