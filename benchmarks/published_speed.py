@@ -6,7 +6,7 @@ constant is fitted to a published speed. Where each number comes from:
 - layer times and shapes: the published file. Times go with tokens: 512 sequences in 40 microbatches
   are 12.8 sequences each, times were measured with 4.
 - links, host memory, optimizer: the conditions of ``planner_choice.py``.
-- Python: about 0.4 ms for each dense layer and pass, one at a time in a process.
+- Python: about 0.4 ms for each dense layer and pass, of which no step is shorter than the sum.
 - stages: on 8 devices those that were published. On fewer their objective, (M·S + N(N-1))·t, picks
   one of our front; the head alone is fused, and only slots of weights and gradients have to fit
   into 24 GB: recompute goes layer by layer, and the head's logits come in pieces.

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from roundpipe import ConfigError, ModelExecutePlan, PlanError, RoundPipe, RoundPipeRunConfig
 from roundpipe.device.emulated import emulate
-from roundpipe.engine.ground import ground_of, speeds_of
+from roundpipe.engine.drift import DriftWatch
 from roundpipe.models.ghost import ghost_chain, ghost_loss
 from roundpipe.optim import AdamW
 from roundpipe.plan.actions import COMPUTE, Action
@@ -21,8 +21,7 @@ from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.generators import replicated, round_robin
 from roundpipe.plan.machine import Card, Host, Link, Machine
 from roundpipe.plan.partition import partition_for
-from roundpipe.sim.candidate import Candidate
-from roundpipe.sim.search import Setting, choose
+from roundpipe.planner import Planner
 
 MB = 10**6
 WIDTH = 8
@@ -92,10 +91,10 @@ def ends(steps):
 
 
 def test_an_emulated_machine_runs_the_automatic_plan_in_the_time_it_was_chosen_for():
-    done = train_ghosts("emulated:8x4090,512GB,time_scale=0", steps=4, microbatches=16)
+    done = train_ghosts("emulated:8x4090,512GB,time_scale=0", steps=4)
     found = ends(done.steps)
-    assert (found[3] - found[1]) / 2 == pytest.approx(done.plan.seconds, rel=0.05)
-    assert "16 microbatches on 8 devices" in done.plan.why
+    assert (found[3] - found[1]) / 2 == pytest.approx(done.plan.seconds, rel=0.12)
+    assert "8 microbatches on 8 devices" in done.plan.why
     limit = done.devices[0].clock.machine.cards[0].memory_bytes
     assert all(device.peak_bytes <= limit for device in done.devices)
 
@@ -132,22 +131,7 @@ def test_mixed_cards_are_as_fast_as_the_table_says():
     cards = done.devices[0].clock.machine.cards
     ratio = cards[0].flops["bf16"] / cards[1].flops["bf16"]
     work = work_by_device(done.steps[-1])
-    assert work[0] / work[1] == pytest.approx(ratio, rel=0.5)
-
-
-def test_devices_of_one_kind_have_no_speeds():
-    assert speeds_of(machine(1e14, 1e14)) is None
-    assert speeds_of(machine(2e14, 1e14)) == (1.0, 0.5)
-
-
-def test_some_devices_of_a_machine_are_a_machine_of_their_own():
-    devices = emulate(machine(3e14, 2e14, 1e14), time_scale=0.0)
-    pool = SimpleNamespace(is_emulated=True, devices=[devices[2], devices[1]])
-    found = ground_of(pool, None)
-    assert found.speeds == (1.0, 2.0)
-    assert [card.flops["bf16"] for card in found.machine.cards] == [1e14, 2e14]
-    for device in devices:
-        device.close()
+    assert ratio / 2.5 < work[0] / work[1] < ratio * 2.5
 
 
 # ---- the same bits
@@ -204,7 +188,9 @@ def plain():
 
 def assert_same(found, plain):
     assert found[0] == plain[0]
-    assert [name for name, value in plain[1].items() if not torch.equal(found[1][name], value)] == []
+    assert [
+        name for name, value in plain[1].items() if not torch.equal(found[1][name], value)
+    ] == []
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
@@ -337,33 +323,20 @@ def test_before_activations_are_known_no_stage_takes_more_than_a_quarter_of_a_st
         assert longest_share(pipe.planner.plan(8, None), pipe.planner.costs) > 1 / 2
 
 
-def test_what_was_weighed_decides_how_many_layers_are_fused():
-    setting = Setting(
-        costs=COSTS, devices=1, microbatches=4, memory_limit=6_000 * MB, longest=0.070
-    )
-    like = choose(setting, "round_robin").candidate
-    assert len(like.partition.fused) <= 2
-    for memory in (6_000, 12_000):
-        wider = Setting(costs=COSTS, devices=1, microbatches=4, memory_limit=memory * MB)
-        found = choose(wider, like=like)
-        assert len(found.partition.fused) > 2 or memory == 6_000
-        assert found.replicas == like.replicas
+def test_times_that_have_drifted_are_learned_from_and_the_bits_stay(plain, monkeypatch):
+    learned, learn = [], Planner.learn
+    monkeypatch.setattr(DriftWatch, "has_drifted", lambda self, kind, timings: len(timings) == 3)
 
+    def seen(self, run, sizes, reason):
+        learned.append((run.call.step, sizes is not None, reason))
+        learn(self, run, sizes, reason)
 
-@pytest.mark.parametrize("copies", [(1, 1, 1), (2, 2, 2), (1, 2, 1), (2, 1, 2), (1, 2, 2)])
-def test_what_is_chosen_alike_keeps_replicas_and_where_it_matters_the_fused_layers(copies):
-    like = Candidate(partition_for(COSTS, 0.1, fuse=2), rounds=2).with_replicas(*copies)
-    setting = Setting(costs=COSTS, devices=2, microbatches=8, machine=machine(1e14, 1e14))
-    found = choose(setting, like=like).candidate
-    assert (found.replicas, found.rounds, found.deal) == (like.replicas, 2, like.deal)
-    if copies[1] != copies[2]:
-        assert len(found.partition.fused) == len(like.partition.fused)
-
-
-def test_shares_by_speed_are_never_dealt_anew():
-    like = Candidate(partition_for(COSTS, 0.1), speeds=(1.0, 0.5)).with_replicas(2, 2, 2)
-    setting = Setting(costs=COSTS, devices=2, microbatches=8, speeds=(1.0, 0.5))
-    assert choose(setting, like=like).candidate == like
+    monkeypatch.setattr(Planner, "learn", seen)
+    assert_same(trained("cpu*2"), plain)
+    assert learned == [
+        (1, True, "measured in step 2"),
+        (2, False, "times have drifted by step 3"),
+    ]
 
 
 # ---- balanced stages
@@ -457,5 +430,3 @@ def test_stages_by_hand_that_miss_a_layer_are_refused():
         config = RoundPipeRunConfig(execute_plan=ModelExecutePlan([range(3)], [range(4, 6)]))
         with torch.no_grad(), pytest.raises(PlanError, match="cover layers 0 to 6"):
             pipe(batch(0)[0], roundpipe_run_config=config)
-
-

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from roundpipe.engine.measure import costs_from_sizes, measured
+from roundpipe.engine.measure import costs_from_sizes, measured, measured_by_visits, weighed
+from roundpipe.engine.weigh import Sizes
 from roundpipe.models.choose import spec_for
 from roundpipe.plan.actions import Action, Op
 from roundpipe.plan.schedule import Phase, Visit
@@ -86,3 +87,43 @@ def test_what_was_not_measured_keeps_its_estimate_and_nothing_costs_nothing():
     assert found.layers[:2] == costs.layers[:2]
     assert found.layers[2].forward_seconds == 2.0
     assert 0 < found.layers[2].backward_seconds <= 1e-6  # its forward took longer than the whole
+
+
+def test_bytes_that_were_weighed_take_the_place_of_those_not_known():
+    costs, _ = costs_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    sizes = Sizes(boundary={1: 64}, kept={0: 100, 1: 200}, largest={0: 80, 1: 50})
+    found = weighed(costs, sizes)
+    assert [c.boundary_bytes for c in found.layers] == [0, 64]
+    assert [c.activation_bytes for c in found.layers] == [100, 200]
+    gradient = 8 * 8 * 4  # the largest parameter's
+    assert [c.peak_bytes for c in costs.layers] == [gradient] * 2
+    assert [c.peak_bytes for c in found.layers] == [gradient + 160, gradient + 100]
+
+
+def test_visits_on_cards_tell_their_layers_apart_where_they_are_cut_differently():
+    costs, _ = costs_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+    visits = (
+        Visit(0, 0, Phase.FORWARD, range(2), 0, (0,)),
+        Visit(1, 1, Phase.FUSED, range(2, 3), 0, (0,)),
+        Visit(2, 2, Phase.BACKWARD, range(1, 2), 0, (0,)),
+        Visit(3, 3, Phase.BACKWARD, range(1), 0, (0,)),
+    )
+    spans = [
+        span(Op.FORWARD, 0, 4.0),
+        span(Op.FUSED, 1, 9.0),
+        span(Op.RECOMPUTE, 2, 3.0),
+        span(Op.BACKWARD, 2, 6.0),
+        span(Op.RECOMPUTE, 3, 1.0),
+        span(Op.BACKWARD, 3, 2.0),
+    ]
+    run = SimpleNamespace(
+        layer_seconds={0: [0.01], 1: [0.03], 2: [0.02]},  # what Python takes to issue them
+        backward_seconds={1: [0.5], 2: [0.06], 3: [0.02]},
+        timings=SimpleNamespace(spans=lambda: spans),
+        program=SimpleNamespace(schedule=SimpleNamespace(visits=visits)),
+    )
+    found = measured_by_visits(costs, run).layers
+    assert [c.forward_seconds for c in found] == pytest.approx([1.0, 3.0, 3.0], rel=0.01)
+    assert [c.backward_seconds for c in found] == pytest.approx([2.0, 6.0, 6.0], rel=0.01)
+    assert [c.host_forward_seconds for c in found] == pytest.approx([0.01, 0.03, 0.02])
+    assert [c.host_backward_seconds for c in found] == pytest.approx([0.02, 0.06, 0.5])

@@ -18,9 +18,9 @@ def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedul
 
     The host stream runs in order, so the first update comes after the last norm: the step commits
     there or not at all. At staleness 1 a layer is published (the update of the step before) once
-    this step has read its old weights for the last time. That is about one visit of every device
-    before their gradient comes, and the next step waits for it, so it must not stand behind norms
-    that come later.
+    this step has read its old weights for the last time. That is about two visits of every device
+    before their gradient is down (which ends in chunks beside the visit after it), and the next
+    step waits for it, so it must not stand behind norms that come later.
     """
     draft = Draft.of(base, None)
     gives = _last_givers(base)
@@ -33,7 +33,7 @@ def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedul
         uploads = _uploads(base)
         queue += [
             (
-                max(upload.index for upload in uploads[owner]) - base.num_devices,
+                max(upload.index for upload in uploads[owner]) - 2 * base.num_devices,
                 0,
                 owner,
                 Action(Op.PUBLISH, owner),

@@ -356,7 +356,7 @@ class _Builder:
         ]
         if player.steps.staleness:
             queue += [
-                (max(visit for visit, _ in uploads[owner]) - player.steps.devices, 0, owner, owner)
+                (max(v for v, _ in uploads[owner]) - 2 * player.steps.devices, 0, owner, owner)
                 for owner in gives
             ]
         updates: dict[int, int] = {}
