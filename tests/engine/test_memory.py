@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from roundpipe.plan.baselines import gpipe
 from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.generators import Replicas, at_start_device, round_robin
 from roundpipe.plan.machine import Card, Host, Link, Machine
-from roundpipe.plan.partition import front
+from roundpipe.plan.partition import Partition, front
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.plan.schedule_memory import schedule_bytes
 from roundpipe.plan.shares import partition_bytes
@@ -120,3 +121,17 @@ def test_no_device_ever_holds_more_than_was_planned(seed):
         assert 0.7 * planned <= held <= planned, (costs, computation.visits)
         if computation.next_start_device != computation.start_device and devices > 1:
             assert planned <= partition_bytes(costs, partition) + 5 * 60 * MB
+
+
+def test_boundaries_that_stay_on_a_device_are_counted_one_a_microbatch():
+    layer = LayerCost(forward_seconds=0.01, backward_seconds=0.02, boundary_bytes=100 * MB)
+    costs = Costs((layer, layer, layer, replace(layer, gradient_bytes=4)), frozenset({3}))
+    computation = round_robin(
+        Partition((range(1), range(1, 2), range(2, 3)), range(3, 4), ()),
+        costs,
+        devices=1,
+        microbatches=20,
+    )
+    planned = schedule_bytes(costs, computation.visits, devices=1)
+    assert planned == (20 + 1) * 100 * MB + 2 * 4  # one is made while the one it is made from is there
+    assert peak_bytes(costs, computation, steps=1) == planned

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from roundpipe.plan.costs import Costs, LayerCost
@@ -10,6 +12,7 @@ from roundpipe.plan.machine import Card, Host, Link, Machine
 from roundpipe.plan.partition import partition_for
 from roundpipe.plan.schedule_memory import schedule_bytes
 from roundpipe.sim.candidate import Candidate
+from roundpipe.sim.score import Scores
 from roundpipe.sim.search import Setting, choose
 
 MB = 10**6
@@ -76,6 +79,13 @@ def test_a_bound_schedule_stays_bound():
 def test_shares_by_speed_are_never_dealt_anew():
     like = Candidate(partition_for(COSTS, 0.1), speeds=(1.0, 0.5)).with_replicas(2, 2, 2)
     assert choose(setting(devices=2, speeds=(1.0, 0.5)), like=like).candidate == like
+
+
+def test_what_takes_more_than_a_device_has_is_never_chosen():
+    whole = Candidate(partition_for(COSTS, 9.9, fuse=8))  # one stage, which follows itself
+    need = schedule_bytes(COSTS, whole.visits(COSTS, devices=1, microbatches=8), devices=1)
+    assert math.isfinite(Scores(setting(memory_limit=need)).of(whole))
+    assert math.isinf(Scores(setting(memory_limit=need - 1)).of(whole))
 
 
 def test_where_nothing_fits_any_more_all_stays_as_it_was():

@@ -8,6 +8,7 @@ into memory of their own) gives way to the quickest of its simpler relatives tha
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -166,6 +167,10 @@ def _searched(case: Case, size: int, setting: Setting, schedule: str) -> Speed:
 
 def _chosen(setting: Setting, schedule: str) -> Plan:
     """What the search finds; single layers dealt in turn where only these fit."""
+    if schedule in ("auto", "hybrid") and setting.machine is not None:
+        with suppress(PlanError):  # replicas take host memory: first without those that it lacks
+            limit = setting.machine.host.memory_bytes
+            return choose(replace(setting, host_limit=limit), schedule)
     try:
         return choose(setting, schedule)
     except PlanError:

@@ -7,16 +7,19 @@ gradient whose next user runs on the same device stays there until then, one a m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roundpipe.plan.memory import PLACES
 from roundpipe.plan.schedule import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.schedule import Visit
+
+_Key = tuple[bool, int, int]  # whether it is a gradient, boundary, microbatch
 
 
 def schedule_bytes(costs: Costs, visits: Sequence[Visit], *, devices: int, turn: int = 0) -> int:
@@ -51,12 +54,48 @@ def largest_pair(
     return most
 
 
+@dataclass
+class _Routes:
+    """Where boundaries and their gradients go, of one step."""
+
+    sends: dict[int, set[int]]  # by visit the boundaries of which something goes to the host
+    staying: dict[_Key, int]  # what stays on its device -> the visit that takes it there
+    fetches: set[int]  # visits that get a boundary from the host
+    fetches_gradient: set[int]
+
+
+def _routes(visits: Sequence[Visit]) -> _Routes:
+    made: dict[_Key, Visit] = {}
+    routes = _Routes({}, {}, set(), set())
+    for visit in visits:
+        start, stop = visit.layers.start, visit.layers.stop
+        is_backward = visit.phase is Phase.BACKWARD
+        for microbatch in visit.microbatches:
+            if start:
+                maker = made[False, start, microbatch]
+                if maker.device == visit.device and not is_backward:
+                    routes.staying[False, start, microbatch] = visit.number
+                else:
+                    routes.sends.setdefault(maker.number, set()).add(start)
+                    routes.fetches.add(visit.number)
+            if is_backward:
+                if made[True, stop, microbatch].device == visit.device:
+                    routes.staying[True, stop, microbatch] = visit.number
+                else:
+                    routes.fetches_gradient.add(visit.number)
+            made.update({(False, boundary, microbatch): visit for boundary in visit.saves})
+            if visit.has_backward:
+                made[True, start, microbatch] = visit
+    return routes
+
+
 def _activation_bytes(costs: Costs, visits: Sequence[Visit]) -> int:
     """What activations take at the worst moment of any device, of one step."""
 
     def boundary(layer: int) -> int:
         return costs.layers[layer].boundary_bytes if layer < costs.num_layers else 0
 
+    routes = _routes(visits)
     lowest = costs.num_layers if costs.first_trainable is None else costs.first_trainable
     inner = comes = gradient = leaves = 0
     for visit in visits:
@@ -64,49 +103,33 @@ def _activation_bytes(costs: Costs, visits: Sequence[Visit]) -> int:
         reached = costs.layers[max(visit.layers.start, lowest) : visit.layers.stop]
         kept = sum(cost.activation_bytes for cost in reached) if visit.has_backward else 0
         inner = max(inner, kept + max(cost.peak_bytes for cost in layers))
-        comes = max(comes, boundary(visit.layers.start) if visit.layers.start else 0)
-        if visit.phase is Phase.BACKWARD:
+        if visit.number in routes.fetches:
+            comes = max(comes, boundary(visit.layers.start))
+        if visit.number in routes.fetches_gradient:
             gradient = max(gradient, boundary(visit.layers.stop))
-        gives = boundary(visit.layers.start) if visit.gives_gradient else 0
-        leaves = max(leaves, gives if visit.has_backward else sum(map(boundary, visit.saves)))
-    staying = _staying(visits, {layer: boundary(layer) for layer in range(costs.num_layers + 1)})
-    return inner + PLACES * (comes + gradient + leaves) + staying
+        gives = [visit.layers.start] if visit.gives_gradient and visit.has_backward else []
+        leaves = max(leaves, sum(map(boundary, [*routes.sends.get(visit.number, ()), *gives])))
+    return inner + PLACES * (comes + gradient + leaves) + _staying(visits, routes, boundary)
 
 
-def _staying(visits: Sequence[Visit], size: Mapping[int, int]) -> int:
+def _staying(visits: Sequence[Visit], routes: _Routes, size: Callable[[int], int]) -> int:
     """The most that boundaries and gradients take which stay on a device for its next visit."""
-    made: dict[tuple[bool, int, int], int] = {}  # is it a gradient, boundary, microbatch -> where
-    used: dict[tuple[bool, int, int], int] = {}
-    for visit in visits:
-        for microbatch in visit.microbatches:
-            key = (visit.phase is Phase.BACKWARD, *_taken(visit, microbatch))
-            if made.get(key) == visit.device:
-                used[key] = visit.number
-            for boundary in visit.saves:
-                made[False, boundary, microbatch] = visit.device
-            if visit.gives_gradient and visit.has_backward:
-                made[True, visit.layers.start, microbatch] = visit.device
     held: dict[int, int] = {}
     most = 0
     for visit in visits:
+        start, stop = visit.layers.start, visit.layers.stop
         for microbatch in visit.microbatches:
             gives = [(False, boundary, microbatch) for boundary in visit.saves]
             if visit.has_backward:
-                gives = [(True, visit.layers.start, microbatch)]
-            more = sum(size[key[1]] for key in gives if key in used)
+                gives = [(True, start, microbatch)]
+            more = sum(size(key[1]) for key in gives if key in routes.staying)
             held[visit.device] = held.get(visit.device, 0) + more
             most = max(most, held[visit.device])
-            key = (visit.phase is Phase.BACKWARD, *_taken(visit, microbatch))
-            if used.get(key) == visit.number:
-                held[visit.device] -= size[key[1]]
+            is_backward = visit.phase is Phase.BACKWARD
+            key = (is_backward, stop if is_backward else start, microbatch)
+            if routes.staying.get(key) == visit.number:
+                held[visit.device] -= size(key[1])
     return most
-
-
-def _taken(visit: Visit, microbatch: int) -> tuple[int, int]:
-    """What a visit takes that may have stayed: a boundary or, in backward, its gradient."""
-    if visit.phase is Phase.BACKWARD:
-        return visit.layers.stop, microbatch
-    return visit.layers.start, microbatch
 
 
 def _sum(costs: Costs, visit: Visit, name: str) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import PlanError
+from roundpipe.plan.host_bytes import host_bytes
 from roundpipe.plan.passes import Options, outline
 from roundpipe.plan.schedule_memory import schedule_bytes
 from roundpipe.sim.simulate import simulate_machine
@@ -28,12 +29,13 @@ class Setting:
     """What a plan is for.
 
     ``machine``: without one transfers and updates take no time. ``memory_limit``: bytes a device
-    may hold, beside what its card has. ``most_fused``: top layers that may be set apart to run
-    without recompute; None: as many as fit. ``longest``: seconds that a stage of several layers may
-    take of one microbatch, where ``costs`` do not say what activations take. ``speeds``: of the
-    devices, relative to the one that ``costs`` are of; by default all 1. ``hop_seconds``: how long
-    a boundary is on its way from device to device; None: by its bytes and the links.
-    ``copy_seconds_per_byte``: what copies take from a device's compute.
+    may hold, beside what its card has; ``host_limit``: bytes of a step on the host.
+    ``most_fused``: top layers that may be set apart to run without recompute; None: as many as
+    fit. ``longest``: seconds that a stage of several layers may take of one microbatch, where
+    ``costs`` do not say what activations take. ``speeds``: of the devices, relative to the one that
+    ``costs`` are of; by default all 1. ``hop_seconds``: how long a boundary is on its way from
+    device to device; None: by its bytes and the links. ``copy_seconds_per_byte``: what copies take
+    from a device's compute.
     """
 
     costs: Costs
@@ -43,6 +45,7 @@ class Setting:
     staleness: int = 0
     eager: bool = False
     memory_limit: int | None = None
+    host_limit: int | None = None
     most_fused: int | None = None
     longest: float | None = None
     speeds: tuple[float, ...] | None = None
@@ -155,6 +158,9 @@ class Scores:
             self.least_bytes = min(need, self.least_bytes or need)
             if need > limit:
                 return math.inf
+        most = setting.host_limit
+        if most is not None and host_bytes(setting.costs, visits).total > most:
+            return math.inf
         # What a step does to the next shows in the second one, an update left behind in the third.
         steps = Steps(
             visits=visits,

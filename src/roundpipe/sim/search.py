@@ -33,7 +33,7 @@ ScheduleName = Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"]
 _NEAR = 0.01  # plans closer than this are as good as each other
 _REPLICAS_PAY = 0.01  # auto leaves round-robin for no less: then bits depend on the devices
 _PARTITIONS = 14  # of a front, at most
-_VISITS = 90_000  # played by one search, about
+_VISITS = 50_000  # played by one search, about
 _STARTS = 3  # that are climbed from
 _TURNS = 4  # rounds of changing one thing at a time
 
