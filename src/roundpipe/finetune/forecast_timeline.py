@@ -1,21 +1,15 @@
-"""Steps of a plan played action by action: why they take so long, and pictures of them.
-
-Memory over time is the planner's own count (`roundpipe.plan.memory`): slots from the first byte of
-a visit that comes up to its last use, activations while it computes, saved inputs on the host.
-"""
+"""Steps of a plan played action by action: why they take so long, and pictures of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.run_folder import write_text
-from roundpipe.plan.actions import COMPUTE, Op
+from roundpipe.plan.actions import Op
 from roundpipe.plan.amounts import write_bytes
-from roundpipe.plan.memory import microbatch_bytes, slot_bytes
 from roundpipe.plan.passes import Options, outline
 from roundpipe.plan.timeline import Timeline
 from roundpipe.report.forecast import Reasons
@@ -23,6 +17,7 @@ from roundpipe.report.forecast_text import number, seconds_text
 from roundpipe.report.page import Table, page
 from roundpipe.report.timeline_record import TimelineRecord, shortened
 from roundpipe.report.trace import trace_text
+from roundpipe.sim.memory import memory_over_time
 from roundpipe.sim.score import computation
 from roundpipe.sim.simulate import simulate_machine
 
@@ -32,8 +27,7 @@ if TYPE_CHECKING:
 
     from roundpipe.finetune.forecast import Found
     from roundpipe.finetune.forecast_speed import Speed
-    from roundpipe.plan.schedule import Visit
-    from roundpipe.plan.timeline import Span, StepSpans
+    from roundpipe.plan.timeline import Span
     from roundpipe.sim.simulate import Simulation
 
 _STEPS = 3  # the first fills the pipeline
@@ -64,7 +58,9 @@ def played(found: Found) -> Played:
         layers=[layer.name for layer in speed.case.profile.layers],
     )
     record = shortened(TimelineRecord(found.forecast.title, timeline), _MOST_SPANS)
-    record = replace(record, counters=memory_counters(speed, record.timeline.steps))
+    always = speed.host.total - speed.host.saved_inputs
+    memory = memory_over_time(record.timeline.steps, setting.costs, host_bytes=always)
+    record = replace(record, counters=memory)
     critical = tuple(simulation.critical_path(most=_MOST_SPANS))
     reasons = Reasons(
         ceiling=speed.case.batch_size * speed.case.job.length / setting.even_seconds,
@@ -107,65 +103,6 @@ def _kinds(path: Iterable[Span]) -> dict[str, float]:
         seconds[_KIND.get(span.action.op, "transfers")] += span.end - span.start
     whole = sum(seconds.values())
     return {name: each / whole for name, each in seconds.items()} if whole else {}
-
-
-def memory_counters(
-    speed: Speed, steps: Iterable[StepSpans]
-) -> dict[str, list[tuple[float, float]]]:
-    """Bytes over time of every device and of the host; see the module docstring."""
-    changes: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    for step in steps:
-        lives: dict[int, list[Span]] = {}
-        for span in step.spans:
-            if span.action.op in (*COMPUTE, Op.UPLOAD, Op.DOWNLOAD):
-                lives.setdefault(span.action.index, []).append(span)
-        for number_, spans in lives.items():
-            _count_visit(speed, step.visits[number_], spans, changes)
-        _count_saved(speed, step, changes["host.memory"])
-    kept = speed.host.total - speed.host.saved_inputs
-    counters = {}
-    for name, found in changes.items():
-        ordered = sorted(found)
-        base = kept if name == "host.memory" else 0
-        sums = accumulate((size for _, size in ordered), initial=base)
-        next(sums)
-        counters[name] = [(at, float(size)) for (at, _), size in zip(ordered, sums, strict=True)]
-    return counters
-
-
-def _count_visit(
-    speed: Speed,
-    visit: Visit,
-    spans: list[Span],
-    changes: defaultdict[str, list[tuple[float, int]]],
-) -> None:
-    costs, name = speed.setting.costs, f"{visit.device}.memory"
-    slot = slot_bytes(costs, visit.layers, visit.phase)
-    begin, end = min(span.start for span in spans), max(span.end for span in spans)
-    changes[name] += [(begin, slot), (end, -slot)]
-    compute = [span for span in spans if span.action.op in COMPUTE]
-    if compute:
-        size = microbatch_bytes(costs, visit.layers, visit.phase)
-        begin = min(span.start for span in compute)
-        changes[name] += [(begin, size), (max(span.end for span in compute), -size)]
-
-
-def _count_saved(speed: Speed, step: StepSpans, changes: list[tuple[float, int]]) -> None:
-    """An input is there from the forward that makes it to the backward that reads it."""
-    costs, visits = speed.setting.costs, step.visits
-    made: dict[tuple[int, int | None], float] = {}
-    for span in step.spans:
-        if span.action.op is Op.FORWARD:
-            visit = visits[span.action.index]
-            for boundary in (*visit.saves, visit.layers.stop):
-                made[boundary, span.action.microbatch] = span.end
-    for span in step.spans:
-        if span.action.op in (Op.RECOMPUTE, Op.FUSED):
-            start = visits[span.action.index].layers.start
-            begin = made.get((start, span.action.microbatch))
-            if begin is not None:
-                size = costs.layers[start].boundary_bytes
-                changes += [(begin, size), (max(span.end, begin), -size)]
 
 
 def write_files(
