@@ -6,9 +6,11 @@ import importlib.util
 import json
 import operator
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PAPERS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,6 +30,34 @@ def blocks(language: str) -> list[object]:
     return found
 
 
+def commands() -> list[object]:
+    """Every `roundpipe` line of the shell blocks, as words without the program's name."""
+    found: list[object] = []
+    for path in PAPERS:
+        for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["roundpipe"]:
+                    found.append(pytest.param(words[1:], id=f"{path.name}: {' '.join(words)}"))
+    return found
+
+
+def label(line: str) -> str:
+    """What a printed line is about: its first column if it is set in columns, else its first word.
+
+    An empty one for a line that goes on with the one before.
+    """
+    if line.startswith("  "):
+        return re.split(r" {2,}", line[2:])[0]
+    return line.split(" ", maxsplit=1)[0]
+
+
+def figure(line: str) -> float:
+    """The first number of a line, in its own unit; 0 without one."""
+    found = re.search(r"\d[\d,]*(?:\.\d+)?", line)
+    return float(found[0].replace(",", "")) if found else 0.0
+
+
 def quickstart_samples() -> list[dict[str, str]]:
     return [json.loads(line) for line in QUICKSTART.read_text().splitlines()]
 
@@ -38,6 +68,116 @@ def test_a_python_block_in_the_docs_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "block", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", blocks("console"))
+def test_a_command_in_the_docs_prints_what_stands_below_it(
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from roundpipe.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    command, _, below = text.partition("\n")
+    words = shlex.split(command.removeprefix("$ roundpipe "))
+    assert main(words) == (3 if "does not fit" in below else 0)
+    printed, shown = capsys.readouterr().out.splitlines(), below.splitlines()
+    assert [label(line) for line in printed] == [label(line) for line in shown]
+    # A plan may get a little better; what is shown must still be what people get.
+    for ours, theirs in zip(printed, shown, strict=True):
+        if label(ours) in ("gpu", "host", "disk", "speed", "longest"):
+            assert figure(ours) == pytest.approx(figure(theirs), rel=0.1), (ours, theirs)
+
+
+@pytest.mark.parametrize("words", commands())
+def test_a_command_in_the_docs_is_understood(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from roundpipe.cli import app, doctor, plan
+    from roundpipe.finetune.forecast_config import read_wish
+    from roundpipe.finetune.parse import parse_argv
+    from roundpipe.finetune.translate import KNOWN
+
+    monkeypatch.chdir(tmp_path)
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert words[0] in known
+    options = {"why", "json", "trace", "html"}
+    if words[0] == doctor.__name__:
+        from roundpipe.cli.doctor import read_wish as read_doctors
+
+        read_doctors(words[1:])
+    elif words[0] in (plan.__name__, "train"):
+        _, values = parse_argv(words[1:], known=KNOWN | options)
+        asked = {key: value for key, value in values.items() if key not in options}
+        assert asked.keys() <= KNOWN
+        if "model" in asked:
+            read_wish({}, {k: v for k, v in asked.items() if k != "dataset"}, lambda _: 1)
+
+
+def test_every_machine_in_the_docs_is_one() -> None:
+    from roundpipe.plan import parse_machine
+
+    texts = {
+        text
+        for path in PAPERS
+        for text in re.findall(r"\bmachine=([\w,=/+*.-]+)", path.read_text())
+        if text != "machine" and not text.endswith((".yaml", ".json"))  # an argument; a file
+    }
+    assert len(texts) > 8
+    for text in texts:
+        assert parse_machine(text.rstrip(".,")).num_devices >= 1
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_machine_file_in_the_docs_is_read(text: str) -> None:
+    from roundpipe.plan import machine_of
+
+    assert machine_of(yaml.safe_load(text)).num_devices >= 1
+
+
+@pytest.mark.parametrize("text", blocks("json"))
+def test_the_values_of_a_plan_in_the_docs_are_its_keys(text: str) -> None:
+    from roundpipe.report.forecast import Forecast
+
+    shown = json.loads(text)
+    amounts = dict.fromkeys(("device", "pinned_host", "pageable_host", "disk"), 0)
+    made = Forecast(title="", needs=(), bytes=amounts, longest=0).as_values()
+    assert list(shown) == list(made)
+    assert list(shown["bytes"]) == list(amounts)
+
+
+def test_the_table_of_models_in_the_readme_has_every_model_and_method() -> None:
+    from roundpipe.finetune.forecast_table import METHODS, MODELS
+
+    readme = (ROOT / "README.md").read_text()
+    (table,) = re.findall(
+        r"^```text\n(?:·.*\n)*(1 × RTX 4090.*?)^```", readme, re.DOTALL | re.MULTILINE
+    )
+    _, _, heads, *rows = table.splitlines()
+    assert re.split(r" {3,}", heads.strip()) == [
+        text + (" (not yet)" if name == "qlora" else "") for name, text in METHODS.items()
+    ]
+    names = [row.split()[0] for row in rows[: len(MODELS)]]
+    assert names == [model.split("/")[1] for model in MODELS]
+
+
+@pytest.mark.parametrize("index", ["docs/design/README.md", "benchmarks/README.md"])
+def test_an_index_names_every_file_beside_it(index: str) -> None:
+    path = ROOT / index
+    suffix = ".md" if index.startswith("docs") else ".py"
+    beside = {each.name for each in path.parent.glob(f"[!_]*{suffix}")} - {path.name}
+    assert beside
+    missing = {name for name in beside if name not in path.read_text()}
+    assert not missing
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target
 
 
 def test_the_readme_has_a_library_example_of_about_twelve_lines() -> None:

@@ -156,9 +156,11 @@ def batch(step, size=8):
     return torch.randn(2, size, WIDTH, generator=generator)
 
 
-def trained(devices, *, steps=4, execute_plan=None, **options):
+def trained(devices, *, steps=4, execute_plan=None, recompute_grain=None, **options):
     """Losses and weights after so many steps, and the pipe."""
-    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=execute_plan)
+    config = RoundPipeRunConfig(
+        num_microbatch=4, execute_plan=execute_plan, recompute_grain=recompute_grain
+    )
     losses = []
     with RoundPipe(chain(), devices=devices, **options) as pipe:
         optimizer = AdamW(pipe.optim_parameters(), lr=1e-2)
@@ -302,6 +304,14 @@ def test_a_plan_is_made_anew_from_what_was_measured_and_the_bits_stay(plain, cap
     size = 2 * WIDTH * 4  # two samples a microbatch
     assert [layer.boundary_bytes for layer in layers] == [0, *[size] * 5]
     assert all(layer.activation_bytes == 2 * size for layer in layers[1:-1])  # input, tanh
+
+
+@pytest.mark.parametrize(("grain", "is_known"), [("stage", True), ("layer", False)])
+def test_what_is_recomputed_layer_by_layer_tells_nothing_of_stages(plain, grain, is_known):
+    found = trained("cpu", recompute_grain=grain)
+    assert_same(found, plain)
+    assert (found[2].planner.costs.layers[-1].activation_bytes > 0) is is_known
+    assert (found[2].planner._setting(4).longest is None) is is_known
 
 
 def longest_share(plan, costs):

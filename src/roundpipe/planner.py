@@ -127,10 +127,17 @@ class Planner:
         """Plan anew from the times of ``run``, and once from what was weighed; devices are idle."""
         measure = measured if self._ground.is_on_cpu else measured_by_visits
         self.costs = measure(self.costs, run)
-        if sizes is not None and sizes.kept and not self._is_weighed:
-            self.costs, self._is_weighed = weighed(self.costs, sizes), True
+        if sizes is not None and not self._is_weighed:
+            self._weigh(sizes)
         if self._make is None:
             self._plan_anew(reason)
+
+    def _weigh(self, sizes: Sizes) -> None:
+        """Know from now on what layers keep, if all that backward reaches have been weighed."""
+        lowest = self.costs.first_trainable
+        reached = range(self.costs.num_layers if lowest is None else lowest, self.costs.num_layers)
+        if sizes.kept.keys() >= set(reached):  # not so where each layer is recomputed by itself
+            self.costs, self._is_weighed = weighed(self.costs, sizes), True
 
     def _plan_anew(self, reason: str) -> None:
         for key, old in self._plans.items():

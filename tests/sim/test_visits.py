@@ -11,7 +11,8 @@ from roundpipe.plan.partition import front
 from roundpipe.plan.uneven import tapered
 from roundpipe.sim.candidate import Candidate
 from roundpipe.sim.score import Setting, play
-from roundpipe.sim.visits import Steps, VisitPlayer
+from roundpipe.sim.visit_graph import Steps
+from roundpipe.sim.visits import VisitPlayer
 
 STEPS = 5
 

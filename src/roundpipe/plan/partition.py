@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from roundpipe.plan.costs import Costs
+    from roundpipe.plan.shares import Favours
 
 _ROUNDING = 1 + 1e-9  # a limit that was added up in floats means its sum
 
@@ -103,6 +104,7 @@ def front(
     fuse: int = 1,
     most_fused: int | None = None,
     longest: float | None = None,
+    favours: Favours = "even",
 ) -> list[Partition]:
     """For each number of stages the partition whose longest stage is shortest, where that pays.
 
@@ -110,12 +112,13 @@ def front(
     bytes, has at most as many stages and a shorter longest one. Where the least fused stage is the
     longest of all, more stages can still shorten the others: the front goes on with those. From
     few stages to many. ``longest``: only what a limit of so many seconds gives, or the nearest.
+    ``favours``: which stages scarce memory goes to, see ``roundpipe.plan.shares``.
 
     With ``most_fused`` the fused stage is set apart: it holds as many layers as fit beside the
     other stages, from ``fuse`` to ``most_fused``, however long they take, and the front is that of
     the others. Raises PlanError if a layer, or ``fuse`` layers together, do not fit.
     """
-    cutter = _Cutter(costs, memory_limit, fuse, most_fused)
+    cutter = _Cutter(costs, memory_limit, fuse, most_fused, favours)
     limits = cutter.limits()
     if longest is not None:
         limits = limits[: max(bisect_right(limits, cutter.units(longest)), 1)]
@@ -241,7 +244,12 @@ class _Cutter:
     """Cuts one chain at any limit. The lane of what runs backward begins at the top layer."""
 
     def __init__(
-        self, costs: Costs, memory_limit: int | None, fuse: int, most_fused: int | None = None
+        self,
+        costs: Costs,
+        memory_limit: int | None,
+        fuse: int,
+        most_fused: int | None = None,
+        favours: Favours = "even",
     ) -> None:
         num = self._num = costs.num_layers
         lowest = costs.first_trainable
@@ -252,7 +260,7 @@ class _Cutter:
         if self._apart:
             least = _most_that_fit(costs, memory_limit, least, most)
         if memory_limit is not None:
-            shares = shares_of(costs, memory_limit, least, apart=self._apart)
+            shares = shares_of(costs, memory_limit, least, apart=self._apart, favours=favours)
         self._least = least
         units = _Units(costs)
         self.units = units.of

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from roundpipe.plan.memory import PLACES, microbatch_bytes, room_of, slot_bytes
 from roundpipe.plan.schedule import Phase
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.partition import Partition
 
+Favours = Literal["even", "backward"]
 _HALVINGS = 16  # of the time of all layers
 
 
@@ -72,13 +73,21 @@ class Shares:
         return Part.of(self.costs, layers, phase).or_more(self.most) == self.most
 
 
-def shares_of(costs: Costs, limit: int, num_fused: int, *, apart: bool = False) -> Shares:
+def shares_of(
+    costs: Costs,
+    limit: int,
+    num_fused: int,
+    *,
+    apart: bool = False,
+    favours: Favours = "even",
+) -> Shares:
     """The shares of stages below so many fused layers, in ``limit`` bytes of a device.
 
-    Stages may take the same time forward and backward; what is left then goes to longer ones
-    backward, then forward. If not even single layers fit however they follow each other, the shares
-    are those of single layers: the largest of each kind need not meet. The fused stage is one like
-    the others or, ``apart``, lies beside each of them. Raises PlanError as `room_of`.
+    ``even``: stages may take the same time forward and backward; what is left goes to longer ones
+    backward, then forward. ``backward``: as long as can be there, and forward what is left. If not
+    even single layers fit however they follow each other, the shares are those of single layers:
+    the largest of each kind need not meet. The fused stage is one like the others or, ``apart``,
+    lies beside each of them. Raises PlanError as `room_of`.
     """
     room_of(costs, limit, num_fused, apart=apart)
     below = costs.num_layers - num_fused
@@ -95,7 +104,9 @@ def shares_of(costs: Costs, limit: int, num_fused: int, *, apart: bool = False) 
         return (part.beside(top) if apart else part.twice) <= limit
 
     whole = windows.all_seconds
-    both = _highest(lambda seconds: fits(seconds, seconds), -1.0, whole)
+    both = -1.0
+    if favours == "even":
+        both = _highest(lambda seconds: fits(seconds, seconds), both, whole)
     backward = _highest(lambda seconds: fits(both, seconds), both, whole)
     forward = _highest(lambda seconds: fits(seconds, backward), both, backward)
     return Shares(costs, most(forward, backward))

@@ -11,7 +11,8 @@ from roundpipe.plan.host_bytes import host_bytes
 from roundpipe.plan.passes import Options, outline
 from roundpipe.plan.schedule_memory import schedule_bytes
 from roundpipe.sim.simulate import simulate_machine
-from roundpipe.sim.visits import Steps, VisitPlayer
+from roundpipe.sim.visit_graph import Steps
+from roundpipe.sim.visits import VisitPlayer
 from roundpipe.sim.work import Prices
 
 if TYPE_CHECKING:

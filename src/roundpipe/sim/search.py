@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.generators import DealName
+    from roundpipe.plan.shares import Favours
 
 __all__ = ["Plan", "ScheduleName", "Setting", "choose", "given"]
 
@@ -33,7 +34,7 @@ ScheduleName = Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"]
 _NEAR = 0.01  # plans closer than this are as good as each other
 _REPLICAS_PAY = 0.01  # auto leaves round-robin for no less: then bits depend on the devices
 _PARTITIONS = 14  # of a front, at most
-_VISITS = 50_000  # played by one search, about
+_VISITS = 80_000  # played by one search, about
 _STARTS = 3  # that are climbed from
 _TURNS = 4  # rounds of changing one thing at a time
 
@@ -143,19 +144,31 @@ class _Search:
     def front(self, fuse: int) -> list[Partition]:
         """Cuts with so many layers fused, from few stages to many, thinned out."""
         if fuse not in self._fronts:
-            whole = front(
-                self.setting.costs,
-                memory_limit=self.memory_limit,
-                fuse=fuse,
-                most_fused=fuse if fuse > 1 or self._num_fused else None,
-                longest=self.setting.longest,
-            )
+            whole = self._whole_front(fuse)
             count = min(len(whole), _PARTITIONS)
             step = (len(whole) - 1) / max(count - 1, 1)
             cuts = [whole[round(at * step)] for at in range(count)]
             self._fronts[fuse] = cuts
             self._shapes.update({cut: _Shape(fuse, at) for at, cut in enumerate(cuts)})
         return self._fronts[fuse]
+
+    def _whole_front(self, fuse: int) -> list[Partition]:
+        """All of it; where memory is scarce, for both ways to share it."""
+        ways: tuple[Favours, ...] = ("even",)
+        if self.memory_limit is not None:
+            ways = ("even", "backward")
+        found: dict[Partition, None] = {}
+        for favours in ways:
+            cuts = front(
+                self.setting.costs,
+                memory_limit=self.memory_limit,
+                fuse=fuse,
+                most_fused=fuse if fuse > 1 or self._num_fused else None,
+                longest=self.setting.longest,
+                favours=favours,
+            )
+            found.update(dict.fromkeys(cuts))
+        return sorted(found, key=lambda cut: cut.num_stages)
 
     def cut(self, shape: _Shape) -> Partition | None:
         """The partition of a shape; None if there is no such place."""
@@ -252,7 +265,8 @@ class _Search:
         if shape is None:  # cut for devices of unequal speed
             return
         others = [replace(shape, place=shape.place + by) for by in (-2, -1, 1, 2)]
-        others += [replace(shape, pieces=count) for count in {*_around(shape.pieces)}]
+        whole = self.setting.costs.num_layers  # so many pieces are single layers
+        others += [replace(shape, pieces=count) for count in (*_around(shape.pieces), whole)]
         others += [replace(shape, ramp_stages=count) for count in (0, 1, 2, 4)]
         yield from self._shaped(here, others)
 
