@@ -109,3 +109,20 @@ def test_signatures_are_these(golden: Callable[[str, str], None]) -> None:
         roundpipe.optim.AdamW,
     )
     golden("public_api.txt", "\n".join(described(owner) for owner in owners))
+
+
+def test_the_names_of_the_public_rooms_are_these(golden: Callable[[str, str], None]) -> None:
+    rooms = (roundpipe.optim, roundpipe.plan, roundpipe.sim)
+    golden(
+        "public_names.txt",
+        "\n".join(" ".join([f"{room.__name__}:", *sorted(room.__all__)]) for room in rooms) + "\n",
+    )
+
+
+@pytest.mark.parametrize("room", ["optim", "plan", "sim"])
+def test_everything_in_a_public_room_says_what_it_is(room: str) -> None:
+    module = getattr(roundpipe, room)
+    for name in module.__all__:
+        member = getattr(module, name)
+        if inspect.isclass(member) or inspect.isroutine(member):
+            assert inspect.getdoc(member), f"{room}.{name}"

@@ -16,7 +16,7 @@ from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.memory import stage_bytes
 from roundpipe.plan.partition import Partition, _least_limits, front
 from roundpipe.plan.schedule import Phase
-from roundpipe.plan.shares import shares_of
+from roundpipe.plan.shares import Part, partition_bytes, shares_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,18 +185,16 @@ def within(
     return lambda stage, phase: (apart and stage == top) or shares.holds(stage, phase)
 
 
-def test_every_stage_fits_into_the_memory_limit() -> None:
+def test_all_stages_fit_into_the_memory_limit_together() -> None:
     draw = random.Random(3)
     for _ in range(60):
         costs = a_chain(draw)
-        limit = max(
-            stage_bytes(costs, range(at, at + 1), Phase.BACKWARD) for at in range(costs.num_layers)
-        )
-        for partition in front(costs, memory_limit=2 * limit):
-            phases = (Phase.FORWARD, Phase.FUSED, Phase.BACKWARD)
-            groups = (partition.forward, (partition.fused,), partition.backward)
-            for phase, stages in zip(phases, groups, strict=True):
-                assert all(stage_bytes(costs, stage, phase) <= 2 * limit for stage in stages)
+        most = Part()
+        for at in range(costs.num_layers):
+            most = most.or_more(Part.of(costs, range(at, at + 1), Phase.BACKWARD))
+        for limit in (most.twice, 2 * most.twice):
+            for partition in front(costs, memory_limit=limit):
+                assert partition_bytes(costs, partition) <= limit
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=80), st.integers(1, 40))

@@ -104,7 +104,7 @@ def run(
         for file in files:
             typer.echo(f"machine file: {file}")
         if not files:
-            typer.echo("machine file (--output FILE writes it; --save lets plan and train use it):")
+            typer.echo("machine file (--output FILE writes it; --save lets later plans use it):")
             typer.echo(machine_text(machine).rstrip())
     return 2 if any(finding.level is Level.BROKEN for finding in findings) else 0
 

@@ -153,6 +153,9 @@ class TrainConfig(BaseModel):
         "auto", description="auto, a number, cpu, cpu*3, cuda:0, or a list of these"
     )
     num_microbatch: Positive | None = Field(None, description="microbatches of a step")
+    schedule: Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"] = Field(
+        "auto", description="how stages are dealt to devices; round_robin: bits depend on no device"
+    )
     staleness: Literal[0, 1] = Field(0, description="0: exact; 1: weights one step old")
     recompute_grain: Literal["stage", "layer"] | None = Field(
         None, description="how much is recomputed at once in backward"

@@ -8,7 +8,7 @@ where it does not; both are said. Everything else is judged as training judges i
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune import keys
@@ -17,7 +17,6 @@ from roundpipe.finetune.translate import KNOWN
 from roundpipe.finetune.words import is_empty, text_of
 from roundpipe.models.estimate.method import Lora, Method
 from roundpipe.plan.amounts import read_bytes
-from roundpipe.sim.search import ScheduleName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,7 +44,6 @@ class Wish:
     dtype: str = "auto"
     fp16_accumulation: bool = False
     moments: str = "fp32"
-    schedule: str = "auto"
     host_memory_limit: float | None = None
     save_total_limit: int | None = None
     given: frozenset[str] = frozenset()  # fields that were said
@@ -60,6 +58,11 @@ class Wish:
     def with_config(self, **changes: Any) -> Wish:
         """The same with other fields of the config."""
         return replace(self, config=self.config.model_copy(update=changes))
+
+    @property
+    def schedule(self) -> str:
+        """What the schedule may be."""
+        return self.config.schedule
 
     def with_method(self, name: MethodName) -> Wish:
         """The same trained by another method."""
@@ -97,7 +100,6 @@ def read_wish(
         dtype=taken.get("dtype", config.dtype),
         fp16_accumulation=_truth("fp16_accumulation", taken.get("fp16_accumulation", False)),
         moments=_one_of("optim_state_dtype", taken.get("optim_state_dtype", "fp32"), _MOMENTS),
-        schedule=_one_of("schedule", taken.get("schedule", "auto"), get_args(ScheduleName)),
         host_memory_limit=_memory("host_memory_limit", taken.get("host_memory_limit")),
         save_total_limit=_count("save_total_limit", taken.get("save_total_limit")),
         given=frozenset(keys.ALIASES.get(key, key) for layer in plain for key in layer),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from roundpipe.plan.machine import Machine
 
 _LONGEST = 1 << 24  # tokens; no memory holds more
+FEW_EACH = 4  # microbatches for each device: of more, rounds keep what devices hold apart
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class Case:
         ``batch``: sequences of a step if not the case's own.
         """
         of = self.at(size=size, length=length)
-        held = -(-(batch or self.batch_size) // size)
-        plain = Candidate(single_layers(of))
-        return device_need(of, plain, devices=self.machine.num_devices, microbatches=held)
+        devices = self.machine.num_devices
+        held = min(-(-(batch or self.batch_size) // size), FEW_EACH * devices)
+        return device_need(of, Candidate(single_layers(of)), devices=devices, microbatches=held)
 
     def least_host(self, *, size: int, length: int | None = None, batch: int = 0) -> HostBytes:
         """What the host needs at least: each stage once a step, as few saved inputs as can be.

@@ -15,7 +15,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import PlanError
-from roundpipe.finetune.forecast_memory import device_need, few_stages, single_layers
+from roundpipe.finetune.forecast_memory import FEW_EACH, device_need, few_stages, single_layers
 from roundpipe.plan.host_bytes import host_bytes
 from roundpipe.plan.partition import front, fused_choices
 from roundpipe.sim.candidate import Candidate
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _CPU_COPY_SECONDS_PER_BYTE = 1.5e-10  # a copy takes a core's time from computing
 # For each device, that a search plays: plans found so are within 0.2 % of those found with all.
-_MOST_MICROBATCHES_EACH = 4
+_MOST_MICROBATCHES_EACH = FEW_EACH
 _PLAYED_EACH = 64  # that one plan is played with
 _MOST_SIZES = 3  # of microbatches that are tried, the largest that fit
 _GOOD_CUT = 2 / 3  # of a front, from few stages to many
@@ -272,8 +272,9 @@ def _may_share(case: Case) -> bool:
 def _needs(found: Speed, candidate: Candidate) -> int:
     """Host memory that a candidate takes in all."""
     need = host_bytes(found.setting.costs, _visits(found.setting, candidate))
-    device = _device(found.setting, candidate)
-    return found.case.host_total(need, device)
+    if not any(card.in_host for card in found.case.machine.cards):
+        return need.total  # what a device holds takes long to count, and none of it is here
+    return found.case.host_total(need, _device(found.setting, candidate))
 
 
 def _fits(found: Speed, candidate: Candidate) -> bool:
@@ -282,17 +283,24 @@ def _fits(found: Speed, candidate: Candidate) -> bool:
 
 def _relative(found: Speed, *, shares: bool) -> Speed:
     """The quickest of a plan and its relatives that host memory holds; of none, the least."""
-    plan, scores = found.plan, Scores(found.setting)
-    every = [plan.candidate, *_relatives(plan.candidate, found.setting, shares=shares)]
-    able = [each for each in dict.fromkeys(every) if math.isfinite(scores.of(each))]
-    kept = [each for each in able if _fits(found, each)]
-    best = min(kept, key=scores.of) if kept else min(able, key=lambda c: _needs(found, c))
+    plan, has = found.plan, found.case.machine.host.memory_bytes
+    every = dict.fromkeys(
+        [plan.candidate, *_relatives(plan.candidate, found.setting, shares=shares)]
+    )
+    needs = {each: _needs(found, each) for each in every}
+    fitting = [each for each in every if needs[each] <= has]
+    seconds = {each: _all_seconds(found.setting, each) for each in fitting}
+    best = min(seconds, key=lambda each: seconds[each], default=plan.candidate)
+    if not math.isfinite(seconds.get(best, math.inf)):  # no device holds one that the host holds
+        seconds |= {each: _all_seconds(found.setting, each) for each in every if needs[each] > has}
+        able = [each for each in every if math.isfinite(seconds[each])]
+        best = min(able, key=lambda each: needs[each], default=plan.candidate)
     if best == plan.candidate:
         return found
     name = plan.candidate.name(found.setting.devices)
     others = [*((other, each) for other, each in plan.alternatives if other != name)]
     alternatives = tuple(sorted([*others, (name, plan.seconds)], key=lambda pair: pair[1]))
-    changed = replace(plan, candidate=best, seconds=scores.of(best), alternatives=alternatives)
+    changed = replace(plan, candidate=best, seconds=seconds[best], alternatives=alternatives)
     return replace(found, plan=changed)
 
 
@@ -316,6 +324,8 @@ def _relatives(candidate: Candidate, setting: Setting, *, shares: bool) -> Itera
     rounds = 2
     while rounds * count <= setting.microbatches:
         yield replace(plain.with_replicas(1, 1, 1), rounds=rounds)
+        if shares and not candidate.is_bound:
+            yield replace(plain, rounds=rounds)
         rounds *= 2
 
 

@@ -170,7 +170,6 @@ LATER: dict[str, tuple[object, str]] = {
     "save_strategy": ("no", "leave it out: the model is saved at the end"),
     "save_total_limit": (None, "leave it out: the model is saved at the end"),
     "saves_per_epoch": (None, "leave it out: the model is saved at the end"),
-    "schedule": ("auto", "leave it out: round-robin is used"),
     "target_parameters": (None, "target_modules=all-linear"),
     "train_sampling_strategy": ("random", "leave it out: the order is random"),
     "unfrozen_parameters": (None, "finetuning_type=lora"),

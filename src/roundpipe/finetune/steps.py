@@ -48,6 +48,7 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal) -> list[dict[str,
     with RoundPipe(
         job.model,
         devices=list(job.devices),
+        schedule=config.schedule,
         device_memory_limit=config.device_memory_limit,
     ) as trainer:
         folder.start(config, replace=folder.state is RunState.NEW)
