@@ -133,5 +133,6 @@ def test_boundaries_that_stay_on_a_device_are_counted_one_a_microbatch():
         microbatches=20,
     )
     planned = schedule_bytes(costs, computation.visits, devices=1)
-    assert planned == (20 + 1) * 100 * MB + 2 * 4  # one is made while the one it is made from is there
+    # One is made while the one it is made from is there.
+    assert planned == (20 + 1) * 100 * MB + 2 * 4
     assert peak_bytes(costs, computation, steps=1) == planned

@@ -195,13 +195,21 @@ def _with_all(found: Speed, candidate: Candidate) -> Speed:
 
 def _all_seconds(setting: Setting, candidate: Candidate) -> float:
     """Seconds of a step; of very many microbatches the last ones take as long as those before."""
-    most = _PLAYED_EACH * setting.devices
+    most, rounds = _PLAYED_EACH * setting.devices, candidate.rounds
     if setting.microbatches <= most:
         return Scores(setting).of(candidate)
+    each = -(-setting.microbatches // rounds)
+    if 2 * each > most:  # rounds so large cost next to nothing
+        each, rounds = most // 2, 1
+    many = most // each
+    few = many // 2
     half, whole = (
-        Scores(replace(setting, microbatches=count)).of(candidate) for count in (most // 2, most)
+        Scores(replace(setting, microbatches=count * each)).of(
+            replace(candidate, rounds=count if rounds > 1 else 1)
+        )
+        for count in (few, many)
     )
-    return whole + (whole - half) / (most - most // 2) * (setting.microbatches - most)
+    return whole + (whole - half) / (many - few) / each * (setting.microbatches - many * each)
 
 
 def likely_sizes(case: Case) -> list[int]:
