@@ -23,6 +23,7 @@ from roundpipe.sim.search import choose
 PUBLISHED = Path(__file__).parents[1] / "tests" / "reference" / "published.json"
 SAMPLES, LORA_RANK = 4, 32  # sequences of a microbatch
 STEPS, FROM, TO = 20, 5, 15
+SPEEDS = (0.98, 1.02, 1.0, 0.99, 1.01, 0.98, 1.02, 1.0)
 BARS = {  # row -> % of the ceiling, in the order of the models
     "staleness 1, 16 microbatches, eager": (99.5,) * 5,
     "exact, published batch, clipping": (99, 98.5, 79, 98.5, 98),
@@ -170,6 +171,7 @@ def main() -> int:
             "clipping, 300 GB/s": (batch, {"host_gb": 300}),
             "clipping, 4 devices": (batch, {"devices": 4}),
             "clipping, 8 microbatches": (dict.fromkeys(names, 8), {}),
+            "clipping, speeds within 2 %": (batch, {"speeds": SPEEDS}),
             "clipping, four devices half as fast": (batch, {"speeds": (1.0,) * 4 + (0.5,) * 4}),
         }
     missed = 0

@@ -119,3 +119,10 @@ def test_partial_sums_are_counted_as_the_store_has_them(small: ModuleType, metho
     reached = [layer for layer in twice.layers if layer.is_trainable]
     frozen = [layer for layer in case.at(size=1).layers if not layer.is_trainable]
     assert need.pinned == sum(layer.pinned_bytes for layer in (*reached, *frozen))
+
+
+def test_a_device_holds_a_large_batch_in_rounds(small: ModuleType) -> None:
+    case = small.small_case("1x3090,64GB", batch=8)
+    large = replace(case, batch_size=1 << 14)
+    few = replace(case, batch_size=4)
+    assert large.least_device(size=1) == few.least_device(size=1)

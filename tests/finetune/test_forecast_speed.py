@@ -9,6 +9,7 @@ import pytest
 
 from roundpipe.errors import PlanError
 from roundpipe.finetune.forecast_speed import (
+    _all_seconds,
     arithmetic_words,
     best_speed,
     bound_seconds,
@@ -116,3 +117,24 @@ def test_no_device_holds_what_is_too_large(small: ModuleType) -> None:
 )
 def test_arithmetic_in_words(small: ModuleType, machine: str, job: dict, words: str) -> None:
     assert arithmetic_words(small.small_case(machine, **job)) == words
+
+
+def test_rounds_keep_the_replicas_where_host_memory_is_short(small: ModuleType) -> None:
+    case = small.small_case("4x3090,64GB", method="lora", batch=64)
+    free = best_speed(case, sizes=[1])
+    needs = case.host_total(free.host, free.device)
+    host = replace(case.machine.host, memory_bytes=needs - 1)
+    found = best_speed(replace(case, machine=replace(case.machine, host=host)), sizes=[1])
+    assert case.host_total(found.host, found.device) < needs
+    assert found.seconds <= 1.1 * free.seconds
+
+
+def test_more_microbatches_than_are_played_take_their_share_of_time(small: ModuleType) -> None:
+    case = small.small_case("2x3090,64GB", method="lora", batch=128)
+    found = best_speed(case, sizes=[1])
+    candidate = replace(found.plan.candidate, rounds=16)
+    played = replace(found.setting, microbatches=128)  # 8 a round
+    double = replace(played, microbatches=256)
+    once = _all_seconds(played, candidate)
+    twice = _all_seconds(double, replace(candidate, rounds=32))
+    assert twice == pytest.approx(2 * once, rel=0.03)

@@ -132,7 +132,7 @@ def test_cpu_devices_share_what_the_machine_has() -> None:
         ("2x3909,64GB", "unknown card: 3909", "3090"),
         ("0x3090", "not a number of cards", "8x4090"),
         ("9999x3090", "not a number of cards", "8x4090"),
-        ("1000x3090+1000x3090", "more cards than a machine has", "8x4090"),
+        ("60x3090+60x3090", "more cards than a machine has", "8x4090"),
         ("2x3090+,64GB", "not a number of cards", "8x4090"),
         ("2x3090,64GB,32GB", "memory is given twice", "leave one"),
         ("2x3090,pcie9", "no such generation", "pcie4"),

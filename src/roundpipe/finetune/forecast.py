@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     Waiting = Callable[[str], AbstractContextManager[None]]
 
 _WORTH_SAYING = 0.05  # of host memory's need
+_MOST_SEQUENCES = 1 << 14  # of a step: each microbatch is counted one by one
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def forecast(
 
     Raises ConfigError for a model, method or dataset that cannot be used.
     """
+    _require_countable(wish)
     machine = limited(machine, wish)
     job = job_of(wish, machine)
     with waiting("counting the model"):
@@ -180,6 +182,7 @@ def forecast(
 
 def check_host(wish: Wish, machine: Machine, *, environment: Mapping[str, str]) -> None:
     """Raise PlanError if host memory would not hold the run, with what would; reads no weight."""
+    _require_countable(wish)
     machine = limited(machine, wish)
     job = job_of(wish, machine)
     profile = profile_of(wish, bits=job.bits, environment=environment)
@@ -195,6 +198,15 @@ def check_host(wish: Wish, machine: Machine, *, environment: Mapping[str, str]) 
         f"does not fit into host memory: {write_bytes(needs)} of {write_bytes(has)}"
         f"\nhint: {way_out}"
     )
+
+
+def _require_countable(wish: Wish) -> None:
+    """Refuse batches that would take this machine's memory only to be counted."""
+    if wish.config.batch_size > _MOST_SEQUENCES:
+        raise ConfigError(
+            f"batch_size: {wish.config.batch_size:,} is more than a step can have: "
+            f"{_MOST_SEQUENCES:,}\nhint: batch_size={_MOST_SEQUENCES}"
+        )
 
 
 def _sizes(wish: Wish, case: Case) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, RoundPipeError
 from roundpipe.finetune.source import ModelSource, locate_model
 from roundpipe.models.estimate import profile
 from roundpipe.models.estimate.config import find_config, make_config
@@ -52,7 +52,18 @@ def profile_of(
     config = make_config(fields)
     if is_plain:
         config._attn_implementation = "eager"
-    return count(config, method, name=name, bits=bits)
+    try:
+        return count(config, method, name=name, bits=bits)
+    except RoundPipeError:
+        raise
+    except Exception as error:  # whatever the code of one of 400 architectures raises
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if first.startswith("Unrecognized configuration class"):
+            first = f"no causal language model: model_type={config.model_type}"
+        raise ConfigError(
+            f"cannot count the model: {name}: {first}"
+            "\nhint: name a causal language model, or mend its config.json"
+        ) from error
 
 
 def model_fields(given: str, environment: Mapping[str, str]) -> tuple[str, dict[str, Any]]:

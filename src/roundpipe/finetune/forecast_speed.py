@@ -272,7 +272,8 @@ def _may_share(case: Case) -> bool:
     """Whether replicas could be used: on the CPU they bring nothing, elsewhere they take memory."""
     if _is_on_cpu(case) or case.machine.num_devices == 1:
         return False
-    least = case.least_host(size=1)
+    few = min(case.batch_size, FEW_EACH * case.machine.num_devices)  # of a round; there may be many
+    least = case.least_host(size=1, batch=few)
     sums = sum(layer.gradient_bytes for layer in case.at(size=1).layers)
     return least.total + 2 * sums <= case.machine.host.memory_bytes
 

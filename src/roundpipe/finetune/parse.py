@@ -34,6 +34,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem="a key that is a list or a mapping", problem_mark=key.start_mark
+                )
             if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key given twice: {key.value}", problem_mark=key.start_mark
@@ -60,7 +64,7 @@ def parse_value(text: str) -> Any:
         return text if isinstance(scalar, str) else scalar
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as problem:
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise ConfigError(
             f"not a YAML value: {text}\nhint: {_where(problem)}; quote it for the shell"
         ) from problem
@@ -78,7 +82,7 @@ def read_file(path: str) -> dict[str, Any]:
             f"cannot read config file: {path}: {(problem.strerror or 'error').lower()}"
             "\nhint: give a YAML file, or keys only: model=… dataset=…"
         ) from problem
-    except (yaml.YAMLError, UnicodeError) as problem:
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # ValueError: !!int x
         raise ConfigError(f"broken YAML: {path}\nhint: {_where(problem)}") from problem
     if data is None:
         return {}

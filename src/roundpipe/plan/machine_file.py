@@ -30,7 +30,7 @@ from roundpipe.errors import ConfigError
 from roundpipe.plan.amounts import read_bytes, read_rate, write_bytes, write_rate
 from roundpipe.plan.card_table import Kind
 from roundpipe.plan.cards import CardModel, card_named
-from roundpipe.plan.machine_text import Said, assume, read_machine
+from roundpipe.plan.machine_text import MAX_CARDS, Said, assume, read_machine
 
 if TYPE_CHECKING:
     from roundpipe.plan.machine import Card, Link, Machine
@@ -140,6 +140,10 @@ def _entries(cards: Any, base: Said | None) -> list[Entry]:
         path = f"cards[{number}]"
         entry = _mapping({"card": each} if isinstance(each, str | int) else each, path, _CARD_KEYS)
         entries += [(entry, path)] * _count(entry.get("count", 1), path)
+    if not entries:
+        raise ConfigError("no card in the machine file\nhint: cards: [{card: 4090, count: 8}]")
+    if len(entries) > MAX_CARDS:
+        raise ConfigError(f"more cards than a machine has: {len(entries)}\nhint: count: 8")
     if base is not None and len(entries) != there:
         raise ConfigError(
             f"cards: {len(entries)} are listed, but machine has {there}\nhint: leave machine out"
@@ -148,7 +152,7 @@ def _entries(cards: Any, base: Said | None) -> list[Entry]:
 
 
 def _count(value: Any, path: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_CARDS:
         raise ConfigError(f"not a number of cards: {path}.count: {value}\nhint: count: 8")
     return value
 

@@ -37,7 +37,7 @@ _COUNTED = re.compile(r"(\d+)\s*[x×*]\s*(\S.*)")
 _PCIE = re.compile(r"(?:pcie|gen)\s*-?(\d)(?:\.0)?(?:\s*x\s*(\d+))?")
 _LANES = re.compile(r"x\s*(\d+)")
 _UNIT = re.compile(r"\d[\d.]*\s*[kmgtp]i?b?", re.IGNORECASE)
-_MAX_CARDS = 1024
+MAX_CARDS = 64  # that one process could drive; a search takes longer with each
 _KEYS = ("memory", "bandwidth", "disk", "link", "duplex", "cap")
 _EXAMPLE = "machine=8x4090,512GB"
 
@@ -98,14 +98,14 @@ def _read_term(term: str, said: Said) -> None:
     else:
         for part in term.split("+"):
             said.cards.extend(_read_cards(part.strip()))
-    if len(said.cards) > _MAX_CARDS:
+    if len(said.cards) > MAX_CARDS:
         raise ConfigError(f"more cards than a machine has: {term}\nhint: {_EXAMPLE}")
 
 
 def _read_cards(part: str) -> Sequence[CardModel | None]:
     counted = _COUNTED.fullmatch(part)
     count, name = (int(counted.group(1)), counted.group(2)) if counted else (1, part)
-    if not 1 <= count <= _MAX_CARDS or not name:
+    if not 1 <= count <= MAX_CARDS or not name:
         raise ConfigError(f"not a number of cards: {part!r}\nhint: {_EXAMPLE}")
     return [None if name.lower() == "cpu" else card_named(name)] * count
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedule:
     """On the host: each layer's norm as its gradient completes, then all updates, front first.
 
-    Eager updates take the place of norms.
+    Eager updates take the place of norms, and add up partial gradients themselves.
 
     The host stream runs in order, so the first update comes after the last norm: the step commits
     there or not at all. At staleness 1 a layer is published (the update of the step before) once
@@ -26,8 +26,8 @@ def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedul
     gives = _last_givers(base)
     when_whole = Op.UPDATE if options.eager else Op.NORM
     queue = [
-        (action.index, 1, -owner, Action(when_whole, owner), [action])
-        for owner, action in gives.items()
+        (actions[-1].index, 1, -owner, Action(when_whole, owner), actions)
+        for owner, actions in gives.items()
     ]
     if options.staleness:
         uploads = _uploads(base)
@@ -60,13 +60,26 @@ def _uploads(base: Schedule) -> dict[int, list[Action]]:
     return uploads
 
 
-def _last_givers(base: Schedule) -> dict[int, Action]:
-    """For each owner, the action after which its gradient is whole: of the last visit with some."""
-    gives: dict[int, Action] = {}
+def _last_givers(base: Schedule) -> dict[int, list[Action]]:
+    """For each owner the actions after which its gradient is whole, that of its last visit last."""
+    gives: dict[int, list[Action]] = {}
     for _name, action in base.actions():
-        is_last_chunk = action.chunk == base.chunks.get((Op.DOWNLOAD, action.index), 0) - 1
-        if action.op is Op.MERGE or (action.op is Op.DOWNLOAD and is_last_chunk):
+        if action.op is Op.MERGE or _is_last_chunk(base, action):
             for owner in base.owners[action]:
-                if owner not in gives or gives[owner].index < action.index:
-                    gives[owner] = action
+                if owner not in gives or gives[owner][-1].index < action.index:
+                    gives[owner] = [action]
+    for update, visits in base.addends.items():
+        if update.op is Op.UPDATE:
+            last = [base.chunks[Op.DOWNLOAD, visit] - 1 for visit in visits]
+            gives[update.index] = [
+                Action(Op.DOWNLOAD, visit, chunk=chunk)
+                for visit, chunk in zip(visits, last, strict=True)
+            ]
     return gives
+
+
+def _is_last_chunk(base: Schedule, action: Action) -> bool:
+    return (
+        action.op is Op.DOWNLOAD
+        and action.chunk == base.chunks.get((Op.DOWNLOAD, action.index), 0) - 1
+    )

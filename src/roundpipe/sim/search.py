@@ -299,8 +299,9 @@ class _Search:
 
     def _deal(self, here: Candidate) -> Iterator[Candidate]:
         if here.num_copies > 3:
-            other: DealName = "cyclic" if here.deal == "earliest" else "earliest"
-            yield replace(here, deal=other)
+            others: tuple[DealName, ...] = ("cyclic", "earliest", "levelled")
+            for other in others:
+                yield replace(here, deal=other)
 
     def _rounds(self, here: Candidate) -> Iterator[Candidate]:
         for rounds in (here.rounds * 2, here.rounds // 2):

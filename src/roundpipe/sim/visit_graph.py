@@ -226,8 +226,11 @@ class _Builder:
             else layers[n].whole_download_bytes
             for n in visit.layers
         )
-        taken = [self.updates.get(owner) for owner in trained if owner not in self.merged]
-        taken += [self.sums_before.get(owner) for owner in trained if owner in self.merged]
+        is_added = [owner in self.merged and not graph.steps.eager for owner in trained]
+        taken = [
+            (self.sums_before if added else self.updates).get(owner)
+            for owner, added in zip(trained, is_added, strict=True)
+        ]
         down = Road(device, up=False)
         last = graph.add(size, down, [self.last_download.get(device), compute, *taken])
         self.last_download[device] = last
@@ -236,7 +239,7 @@ class _Builder:
             self.brought.setdefault(owner, []).append(last)
             gives[owner] = visit.number, last
         whole = [o for o in trained if o in self.merged and self.addends[o][-1] == visit.number]
-        if whole:
+        if whole and not graph.steps.eager:  # there an update adds up what it reads
             brought = dict.fromkeys(node for owner in whole for node in self.brought[owner])
             self.sums = graph.add(
                 self._sum_bytes(whole),
@@ -275,12 +278,13 @@ class _Builder:
                 after = [self.host, *(node for _, node in uploads[owner])]
                 self.host = self.published[owner] = graph.add(cost.publish_bytes, after=after)
             elif graph.steps.eager:
-                after = [self.host, gives[owner][1]]
-                self.host = updates[owner] = graph.add(self._update_bytes(owner), after=after)
+                after = [self.host, *self.brought[owner]]
+                size = self._update_bytes(owner) + self._added_bytes(owner)
+                self.host = updates[owner] = graph.add(size, after=after)
             else:
                 whole = cost.gradient_bytes if owner in self.merged else cost.whole_download_bytes
-                size = prices.norm_traffic * whole
-                self.host = graph.add(size, after=[self.host, gives[owner][1]])
+                norm = prices.norm_traffic * whole
+                self.host = graph.add(norm, after=[self.host, gives[owner][1]])
         if not graph.steps.eager:
             for owner in sorted(gives):
                 size = self._update_bytes(owner)
@@ -291,6 +295,16 @@ class _Builder:
         cost = self.costs.layers[owner]
         written = cost.publish_bytes // 3 if self.graph.steps.staleness else 0
         return max(cost.update_bytes - written, 0)
+
+    def _added_bytes(self, owner: int) -> int:
+        """What an update reads that adds up partial gradients itself, beyond one gradient."""
+        cost, visits = self.costs.layers[owner], self.graph.steps.visits
+        count = sum(
+            owner in self.costs.owners_trained(layer)
+            for number in self.addends.get(owner, ())
+            for layer in visits[number].layers
+        )
+        return count * cost.gradient_bytes - cost.whole_download_bytes if count else 0
 
 
 def _merged(costs: Costs, visits: Sequence[Visit]) -> set[int]:

@@ -6,8 +6,9 @@ and the visits that feed it are known, all its times follow at once::
 
     end(j) = max(end(j-1) + R, arrival(j) + R, gradient(j)) + B
 
-Only weights, gradients and updates are events. Python's time is not played: as long as there is
-less of it than of compute it hides, and a step is never shorter than all of it.
+Only weights, gradients and updates are events. A visit waits as a whole for a slot for its
+gradients, where action by action its first recompute need not. Python's time is not played: as long
+as there is less of it than of compute it hides, and a step is never shorter than all of it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class _Works:
         self._prices, self._schedule = prices, schedule
         self._layers = prices.costs.layers
         self._kept: dict[tuple[Op, int], Work] = {}
-        self._merged = {owner for op, owner in _merges(schedule)}
+        self._merged = _merged(schedule)
         self._sends = schedule.sends
 
     def of(self, action: Action) -> Work:
@@ -115,7 +115,16 @@ class _Works:
             return Work(num_bytes=cost.publish_bytes)
         # Apart, the update does not write what publishing writes: a third of its traffic.
         written = cost.publish_bytes // 3 if self._schedule.staleness else 0
-        return Work(num_bytes=max(cost.update_bytes - written, 0))
+        added = self._added_bytes(action)
+        return Work(num_bytes=max(cost.update_bytes - written, 0) + added)
+
+    def _added_bytes(self, update: Action) -> int:
+        """What an update reads that adds up partial gradients itself, beyond one gradient."""
+        owner, costs = update.index, self._prices.costs
+        visits = [self._schedule.visits[n] for n in self._schedule.addends.get(update, ())]
+        count = sum(owner in costs.owners_trained(n) for visit in visits for n in visit.layers)
+        cost = self._layers[owner]
+        return count * cost.gradient_bytes - cost.whole_download_bytes if count else 0
 
     def _download_bytes(self, layer: int) -> int:
         cost = self._layers[layer]
@@ -152,10 +161,8 @@ class _Works:
         return Work(num_bytes=size, road=Road(visit.device, up=False))
 
 
-def _merges(schedule: Schedule) -> list[tuple[Op, int]]:
-    return [
-        (Op.MERGE, owner)
-        for action, owners in schedule.owners.items()
-        if action.op is Op.MERGE
-        for owner in owners
-    ]
+def _merged(schedule: Schedule) -> set[int]:
+    """Owners whose gradient comes in parts."""
+    merges = [owners for action, owners in schedule.owners.items() if action.op is Op.MERGE]
+    updates = [action.index for action in schedule.addends if action.op is Op.UPDATE]
+    return {owner for owners in merges for owner in owners} | set(updates)

@@ -94,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LARGEST_FILE:
         raise ConfigError(f"too large for a config: {path}: {path.stat().st_size} bytes")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {path}: {error}") from error
     if not isinstance(fields, dict):
