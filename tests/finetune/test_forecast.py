@@ -194,3 +194,10 @@ def test_what_is_said_of_a_wish_is_passed_on() -> None:
     made = forecast(asked, parse_machine(MACHINE), environment={}).forecast
     assert made.notes[0] == "a"
     assert made.later == ("b",)
+
+
+def test_a_batch_that_could_only_be_counted_for_hours_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size: 1,000,000,000 .*\nhint: batch_size=16384"):
+        found(batch_size=10**9)
+    with pytest.raises(ConfigError, match="batch_size: 99,999"):
+        module.check_host(wish(batch_size=99_999), parse_machine(MACHINE), environment={})

@@ -90,3 +90,19 @@ def test_a_folder_of_ones_own_is_counted(tiny_folder: Path) -> None:
     # Without a fused kernel the scores of all pairs are kept.
     kept = [each.kinds(512)[1].kept.per_pair for each in (found, plain)]
     assert kept[0] > kept[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "llava"}, "no causal language model: model_type=llava"),
+        ({"hidden_size": 2**24, "intermediate_size": 10**15}, "cannot count the model: config"),
+    ],
+)
+def test_a_model_that_cannot_be_counted_is_a_mistake_of_its_config(
+    values: dict, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config_of_mine.json"
+    file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, **values}))
+    with pytest.raises(ConfigError, match=message):
+        profile_of(read_wish({}, {"model": str(file)}, lambda devices: 1), bits=16)

@@ -141,3 +141,21 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         read_file(str(tmp_path / "no" / "a.yaml"))
     with pytest.raises(ConfigError, match="is a directory"):
         read_file(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("? [a, b]\n: 1\n", "a key that is a list or a mapping"),
+        ("a: !!int foo\n", "invalid literal"),
+        ("[" * 100_000, "recursion"),
+    ],
+    ids=["a list as a key", "a word as an integer", "nested without end"],
+)
+def test_hostile_yaml_is_broken_yaml(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_file(str(path))
+    with pytest.raises(ConfigError):
+        parse_value("{a: !!int foo}")

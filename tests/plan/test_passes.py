@@ -7,7 +7,7 @@ from roundpipe.plan.check import check
 from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.generators import Replicas, forward_only, round_robin
 from roundpipe.plan.partition import Partition
-from roundpipe.plan.passes import Options, chunk_layers, lower, lower_chain
+from roundpipe.plan.passes import Options, chunk_layers, lower, lower_chain, outline
 from roundpipe.plan.schedule import Schedule
 
 MIB = 1 << 20
@@ -167,3 +167,15 @@ def test_lowering_and_checking_a_large_model_is_quick() -> None:
     begin = process_time()
     check(lower_chain(computation, Options(costs=costs)))
     assert process_time() - begin < 6
+
+
+def test_an_eager_update_adds_up_partial_gradients_itself(costs_of) -> None:
+    computation = round_robin(
+        THREE, costs_of(3), devices=2, microbatches=2, replicas=Replicas(1, 2, 2)
+    )
+    schedule = outline(computation, Options(costs=costs_of(3), eager=True))[-1]
+    assert "sums" not in schedule.streams
+    assert stream(schedule, "host") == "S2 S1 S0"
+    assert schedule.addends[Action.parse("S2")] == (1, 2)
+    assert waits(schedule, "S2") == "O1#0 O2#0"
+    assert "-S2" in waits(schedule, "O1#0").split()

@@ -50,8 +50,8 @@ def _write(target: str, text: str, source: Path, option: str) -> None:
         )
     try:
         write_text(path, text)
-    except OSError as error:
-        reason = (error.strerror or "error").lower()
+    except (OSError, ValueError) as error:  # ValueError: a path that names no file
+        reason = (getattr(error, "strerror", None) or "names no file").lower()
         raise ConfigError(f"cannot write: {target}: {reason}\nhint: {option} ANOTHER") from error
 
 

@@ -155,7 +155,8 @@ def _searched(case: Case, size: int, setting: Setting, schedule: str) -> Speed:
     if found.device.total <= case.device_limit:
         return _with_all(found, found.plan.candidate)
     if setting.microbatches <= _PLAYED_EACH * setting.devices:
-        return replace(found, plan=_chosen(setting, schedule))
+        with suppress(PlanError):  # not all at once: in rounds
+            return replace(found, plan=_chosen(setting, schedule))
     for rounds in (2**power for power in range(1, 24)):
         apart = replace(found.plan.candidate, rounds=rounds)
         if rounds > setting.microbatches or _device(setting, apart).total <= case.device_limit:

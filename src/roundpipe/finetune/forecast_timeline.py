@@ -167,6 +167,6 @@ def page_text(steps: Played) -> str:
 def _write(path: Path, text: str, option: str) -> None:
     try:
         write_text(path, text)
-    except OSError as error:
-        reason = (error.strerror or "error").lower()
+    except (OSError, ValueError) as error:  # ValueError: a path that names no file
+        reason = (getattr(error, "strerror", None) or "names no file").lower()
         raise ConfigError(f"cannot write: {path}: {reason}\nhint: {option} ANOTHER") from error

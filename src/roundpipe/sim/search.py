@@ -35,7 +35,7 @@ _NEAR = 0.01  # plans closer than this are as good as each other
 _REPLICAS_PAY = 0.01  # auto leaves round-robin for no less: then bits depend on the devices
 _PARTITIONS = 14  # of a front, at most
 _VISITS = 80_000  # played by one search, about
-_STARTS = 3  # that are climbed from
+_STARTS = 6  # that are climbed from, the best first
 _TURNS = 4  # rounds of changing one thing at a time
 
 
