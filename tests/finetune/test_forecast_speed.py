@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roundpipe.errors import PlanError
+from roundpipe.finetune.forecast_memory import single_layers
 from roundpipe.finetune.forecast_speed import (
     _all_seconds,
+    _relatives,
     arithmetic_words,
     best_speed,
     bound_seconds,
@@ -17,6 +19,8 @@ from roundpipe.finetune.forecast_speed import (
     quick_seconds,
     setting_of,
 )
+from roundpipe.sim.candidate import Candidate
+from roundpipe.sim.score import Scores
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -119,22 +123,17 @@ def test_arithmetic_in_words(small: ModuleType, machine: str, job: dict, words: 
     assert arithmetic_words(small.small_case(machine, **job)) == words
 
 
-def test_rounds_keep_the_replicas_where_host_memory_is_short(small: ModuleType) -> None:
+def test_relatives_in_rounds_keep_the_replicas(small: ModuleType) -> None:
     case = small.small_case("4x3090,64GB", method="lora", batch=64)
-    free = best_speed(case, sizes=[1])
-    needs = case.host_total(free.host, free.device)
-    host = replace(case.machine.host, memory_bytes=needs - 1)
-    found = best_speed(replace(case, machine=replace(case.machine, host=host)), sizes=[1])
-    assert case.host_total(found.host, found.device) < needs
-    assert found.seconds <= 1.1 * free.seconds
+    setting = setting_of(case, 1)
+    shared = Candidate(single_layers(setting.costs)).with_replicas(2, 4, 4)
+    every = list(_relatives(shared, setting, shares=True))
+    assert replace(shared, rounds=4) in every
+    assert replace(shared, rounds=4) not in _relatives(shared, setting, shares=False)
 
 
 def test_more_microbatches_than_are_played_take_their_share_of_time(small: ModuleType) -> None:
-    case = small.small_case("2x3090,64GB", method="lora", batch=128)
-    found = best_speed(case, sizes=[1])
-    candidate = replace(found.plan.candidate, rounds=16)
-    played = replace(found.setting, microbatches=128)  # 8 a round
-    double = replace(played, microbatches=256)
-    once = _all_seconds(played, candidate)
-    twice = _all_seconds(double, replace(candidate, rounds=32))
-    assert twice == pytest.approx(2 * once, rel=0.03)
+    setting = setting_of(small.small_case("4x3090,64GB", batch=1024), 1)
+    rounds = Candidate(single_layers(setting.costs), rounds=256)  # of a microbatch for each device
+    played = Scores(setting).of(rounds)
+    assert _all_seconds(setting, rounds) == pytest.approx(played, rel=0.03)
