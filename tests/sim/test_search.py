@@ -129,3 +129,12 @@ def test_a_layer_that_fits_nowhere_is_named():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match="hint: auto, round_robin, hybrid"):
         choose(setting_of(), "round-robin")
+
+
+def test_what_fits_in_rounds_alone_runs_in_rounds():
+    costs = costs_of(2, activation_bytes=1_500_000_000, boundary_bytes=100_000_000)
+    machine = machine_of(1, memory=5 * GB)
+    plan = choose(setting_of(devices=1, microbatches=64, costs=costs, machine=machine))
+    assert plan.candidate.rounds > 1
+    with pytest.raises(PlanError):  # its bits promise one round
+        choose(setting_of(devices=1, microbatches=64, costs=costs, machine=machine), "round_robin")

@@ -61,6 +61,8 @@ def choose(setting: Setting, name: str = "auto", *, like: Candidate | None = Non
         found = search.climb([search.start((setting.devices,) * 3)], frozenset({"cut", "fuse"}))
     else:
         found = search.climb([search.start((1, 1, 1))], frozenset({"cut", "fuse"}))
+        if name != "round_robin" and math.isinf(search.scores.of(found)):
+            found = search.in_rounds(found)
         if name == "hybrid" or (name == "auto" and setting.devices > 1):
             allowed = frozenset({"cut", "fuse", "replicas", "rounds", "deal"})
             shared = search.climb([found, *search.shared_starts()], allowed)
@@ -249,6 +251,17 @@ class _Search:
                     break
             found.append(here)
         return self.best(found)
+
+    def in_rounds(self, here: Candidate) -> Candidate:
+        """The same in as few rounds as fit: fewer microbatches stay on a device at once."""
+        cuts, rounds = self.front(self.fuses[0]), 2
+        some = [cuts[round(at * (len(cuts) - 1) / 3)] for at in range(4)]
+        while rounds <= self.setting.microbatches:
+            found = self.best([replace(here, partition=cut, rounds=rounds) for cut in some])
+            if math.isfinite(self.scores.of(found)):
+                return self.climb([found], frozenset({"cut", "fuse"}))
+            rounds *= 2
+        return here
 
     def climb_from(self, like: Candidate) -> Candidate:
         """The best of other cuts, with the replicas and rounds of ``like``."""
