@@ -53,6 +53,7 @@ class Setting:
     hop_seconds: float | None = None
     action_seconds: float = 20e-6  # what issuing and handing over one compute action costs
     copy_seconds_per_byte: float = 0.0
+    most_visits: int = 80_000  # played by one search, about: what it costs
     norm_traffic: float = 1.0  # accesses to host memory per byte of a gradient for its norm
 
     @property

@@ -34,7 +34,6 @@ ScheduleName = Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"]
 _NEAR = 0.01  # plans closer than this are as good as each other
 _REPLICAS_PAY = 0.01  # auto leaves round-robin for no less: then bits depend on the devices
 _PARTITIONS = 14  # of a front, at most
-_VISITS = 80_000  # played by one search, about
 _STARTS = 6  # that are climbed from, the best first
 _TURNS = 4  # rounds of changing one thing at a time
 
@@ -245,7 +244,7 @@ class _Search:
             for _ in range(_TURNS):
                 before = here
                 for what in ("cut", "replicas", "fuse", "rounds", "deal"):
-                    if what in allowed and self.scores.num_visits < _VISITS:
+                    if what in allowed and self.scores.num_visits < self.setting.most_visits:
                         here = self.best([here, *getattr(self, f"_{what}")(here)])
                 if here == before:
                     break
