@@ -10,6 +10,9 @@ All dtypes of a layer share one segment. Trainable parameters come first, so the
 the gradients. Moving a model in re-points each of the user's tensors to its view, one at a time:
 the old storage is released before the next is copied, the model never exists twice.
 
+Frozen weights may lie in a segment of their own, mapped from a file or packed: the layer's *base*
+(`roundpipe.store.base`). It is uploaded behind the own segment, by one more copy.
+
 A parameter that several layers read has one owner, the first of them. The others *borrow* it: they
 upload the owner's bytes behind their own, and what they compute for it is added to the owner's
 gradient. It is stored, updated and counted once.
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
     from torch import Tensor, nn
+
+    from roundpipe.store.base import Base
+    from roundpipe.store.packed import Packed
 
 
 class UploadPiece(NamedTuple):
@@ -51,9 +57,11 @@ class HostLayer:
         trainable: Set[str],
         optim_dtype: torch.dtype | None = None,
         borrowed: Sequence[tuple[HostLayer, str]] = (),
+        base: Base | None = None,
     ) -> None:
         self.index, self.name = index, name
         self.tensors = dict(tensors)
+        self.base = base
         self.borrowed = tuple(borrowed)
         self.trainable = tuple(n for n in self.tensors if n in trainable)
         self.weights = self._move_in()
