@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from roundpipe.engine.call import StepInMaking
 from roundpipe.engine.drift import DriftWatch
 from roundpipe.engine.microbatch import rows_of
+from roundpipe.engine.run import Continues
 from roundpipe.engine.updates import Update
+from roundpipe.errors import ConfigError
 from roundpipe.plan.timeline import Timeline
 from roundpipe.planner import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from roundpipe.config import RoundPipeRunConfig
     from roundpipe.engine.engine import Engine
+    from roundpipe.engine.program import Program
     from roundpipe.engine.run import Call, Run, Timings
     from roundpipe.engine.weigh import Sizes
     from roundpipe.planner import Planner
@@ -30,6 +35,17 @@ if TYPE_CHECKING:
 
 _RUNS_BEFORE_MEASURED_PLAN = 2
 _REMEMBERED_RUNS = 32  # whose spans the timeline shows
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A pass that a backward may follow: what it saved, and what must not have changed by then."""
+
+    run: Run
+    backward: Callable[[bool], Program]
+    wanted: tuple[bool, ...]
+    num_versions: int
+    modes: list[bool]
 
 
 class Chain:
@@ -40,6 +56,7 @@ class Chain:
         self._modules = list(engine.spec.module.modules())
         self._modes: list[bool] = []  # their training flags as the shells have them
         self.making = StepInMaking()
+        self.num_versions = 0  # of the weights: what was updated or loaded so far
         self.staleness = 0
         self._kind: Kind | None = None
         self._last: Run | None = None  # the training run that the next one may follow
@@ -98,6 +115,64 @@ class Chain:
         self._begin_idle()
         return self._engine.start(program, call, follows=False)
 
+    def run_differentiable(
+        self, call: Call, config: RoundPipeRunConfig, wanted: tuple[bool, ...]
+    ) -> ForwardPass:
+        """A pass on idle devices that saves what its backward needs; blocks until it is over.
+
+        ``wanted``: which leaves of the inputs' pytree the backward is to give a gradient of.
+        """
+        forward, backward = self._planner.differentiable(
+            len(call.microbatches),
+            config.execute_plan,
+            to_inputs=any(wanted),
+            staleness=self.staleness,
+            rows=max(map(rows_of, call.microbatches)),
+        )
+        run = self._run_alone(forward, call)
+        return ForwardPass(run, backward, wanted, self.num_versions, self._modes)
+
+    def run_backward(
+        self, forward: ForwardPass, gradients: Sequence[Sequence[Tensor | None]]
+    ) -> list[Sequence[Tensor | None]]:
+        """The backward of a pass; its gradients are part of the step in making.
+
+        ``gradients``: for each microbatch those of its output's floating tensors. Returns for each
+        those of the inputs that want one. Blocks until all is on the host. Raises ConfigError if
+        weights or modes are not those of the pass any more.
+        """
+        if forward.num_versions != self.num_versions:
+            raise ConfigError(
+                "the weights were updated between forward() and its backward()\n"
+                "hint: backward() first, then step"
+            )
+        if forward.modes != self._flags():
+            raise ConfigError(
+                "train() or eval() came between forward() and its backward(), which recomputes\n"
+                "hint: backward() first"
+            )
+        top = forward.run.program.num_layers
+        given = Continues(
+            boundaries=forward.run.boundaries.held,
+            gradients={(top, at): found for at, found in enumerate(gradients)},
+            wanted=forward.wanted,
+        )
+        program = forward.backward(bool(self.making.runs))
+        run = self._run_alone(program, replace(forward.run.call, continues=given))
+        self._kind = None  # nothing follows it without a flush
+        self.making.runs.append(run)
+        self.making.count_other()
+        return [run.gradients.held.get((0, at), ()) for at in range(len(gradients))]
+
+    def _run_alone(self, program: Program, call: Call) -> Run:
+        self._engine.drain()
+        self._last = None
+        self._begin_idle()
+        run = self._engine.start(program, call, follows=False)
+        self._engine.wait_results(run)
+        self._engine.drain()
+        return run
+
     def _learn(self) -> None:
         """Let the planner learn from the first runs, and again when times have drifted."""
         if self._num_runs == _RUNS_BEFORE_MEASURED_PLAN and self._measured is not None:
@@ -114,6 +189,7 @@ class Chain:
     def step(self, update: Update, *, is_async: bool) -> None:
         """Begin the update of the step in making, which ends it."""
         runs = self.making.runs
+        self.num_versions += 1
         self._engine.step(runs[-1], update)
         self.staleness = int(is_async)
         self._last = runs[-1] if len(runs) == 1 else None
@@ -124,6 +200,7 @@ class Chain:
         self._engine.drain()
         scale, layers = self.making.token_scale, self._engine.layers
         self.staleness, self._last = 0, None
+        self.num_versions += 1
         self.making.end()  # whatever the function does, these gradients are used
         try:
             return Update.by_hand(layers, function, max_norm=max_norm, scale=scale)
@@ -156,6 +233,7 @@ class Chain:
             model.forget_shells()
         self._planner.restart()
         self._num_runs = self.staleness = 0
+        self.num_versions += 1
         self._last = self._measured = self._sizes = None
 
     def _begin_idle(self) -> None:

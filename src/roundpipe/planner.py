@@ -27,9 +27,16 @@ from roundpipe.engine.measure import (
 from roundpipe.engine.program import Program
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.models.ghost import declared_costs
-from roundpipe.plan.by_hand import balanced, forward_of, partition_in, partition_of, require_whole
+from roundpipe.plan.by_hand import (
+    backward_of,
+    balanced,
+    forward_of,
+    partition_in,
+    partition_of,
+    require_whole,
+)
 from roundpipe.plan.check import check
-from roundpipe.plan.generators import at_start_device, forward_only
+from roundpipe.plan.generators import at_start_device, backward_only, forward_only
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.plan.schedule import Schedule
 from roundpipe.sim.chosen import plan_of
@@ -71,10 +78,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass without gradient."""
+    """A pass forward, or backward: ``continues`` one before."""
 
     stages: tuple[range, ...]
     num_microbatches: int
+    saved: tuple[int, ...] = ()
+    continues: bool = False
+    to_inputs: bool = False
+    staleness: int = 0
+    accumulate: bool = False
 
 
 class Planner:
@@ -265,12 +277,45 @@ class Planner:
             stages = forward_of(by_hand, self.costs)
         else:
             stages = self.plan(num_microbatches, None).forward
-        key = Pass(stages, num_microbatches)
+        return self._pass(Pass(stages, num_microbatches))
+
+    def differentiable(
+        self,
+        num_microbatches: int,
+        by_hand: ModelExecutePlan | None,
+        *,
+        to_inputs: bool,
+        staleness: int,
+        rows: int,
+    ) -> tuple[Program, Callable[[bool], Program]]:
+        """Programs of a pass forward that saves what its backward needs, and of that backward.
+
+        The latter is told whether it adds to gradients of calls before in the step. ``to_inputs``:
+        whether it gives gradients of what the first layer reads.
+        """
+        plan = self.plan(num_microbatches, by_hand, rows=rows)
+        forward = forward_of(by_hand, self.costs) if by_hand is not None else plan.forward
+        stages = backward_of(plan.partition, forward if to_inputs else (), self.costs)
+        saved = tuple(sorted({stage.start for stage in stages} - {0}))
+        onward = Pass(
+            stages, num_microbatches, continues=True, to_inputs=to_inputs, staleness=staleness
+        )
+        program = self._pass(Pass(forward, num_microbatches, saved))
+        return program, lambda accumulate: self._pass(replace(onward, accumulate=accumulate))
+
+    def _pass(self, key: Pass) -> Program:
+        """A pass on idle devices."""
         if key not in self._lowered:
-            computation = forward_only(
-                stages, devices=self._num_devices, microbatches=num_microbatches
+            devices, count = self._num_devices, key.num_microbatches
+            computation = (
+                backward_only(
+                    key.stages, devices=devices, microbatches=count, to_inputs=key.to_inputs
+                )
+                if key.continues
+                else forward_only(key.stages, devices=devices, microbatches=count, saved=key.saved)
             )
-            self._lowered[key] = _lowered(computation, Options(costs=self.costs), steps=1)
+            options = Options(costs=self.costs, staleness=key.staleness, accumulate=key.accumulate)
+            self._lowered[key] = _lowered(computation, options, steps=1)
         return self._program(key, 0)
 
     def _program(self, key: Kind | Pass, start_device: int) -> Program:

@@ -24,6 +24,7 @@ from roundpipe.engine.call import (
 )
 from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
+from roundpipe.engine.graph import Given, outputs_in_graph
 from roundpipe.engine.microbatch import joined
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.random import pass_seed
@@ -33,14 +34,15 @@ from roundpipe.errors import ConfigError, ModelError, RoundPipeError
 from roundpipe.models.choose import spec_for
 from roundpipe.optim.host import HostOptimizer
 from roundpipe.planner import Planner
-from roundpipe.store.build import build_store, newest_state, relayout
-from roundpipe.wrapped import Wrapped
+from roundpipe.store.build import build_store, relayout
+from roundpipe.stored import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from roundpipe.engine.microbatch import Microbatch
     from roundpipe.plan.timeline import Timeline
     from roundpipe.planner import ScheduleMaker
     from roundpipe.sim.search import Plan
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RoundPipe(Wrapped):
+class RoundPipe(Stored):
     """Train a model whose weights, gradients and optimizer state stay in host memory.
 
     ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split
@@ -178,20 +180,24 @@ class RoundPipe(Wrapped):
         roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
         **kwargs: Any,
     ) -> Any:
-        """Run the model without gradient and return what it returns for the whole batch.
+        """Run the model and return what it returns for the whole batch.
 
-        Waits for everything before it and uses the newest weights. A causal LM's loss, given
-        ``labels``, is the mean over the batch's trained tokens. Raises ConfigError where gradients
-        would be expected: use ``torch.no_grad()``, or ``forward_backward`` to train.
+        Under autograd, where anything is trained or an argument wants a gradient, the result is
+        part of the caller's graph: ``backward()`` from it runs backward over the devices, adds to
+        the gradients on the host as ``forward_backward`` does, and gives the arguments theirs. That
+        takes the inputs of all stages in host memory until then, and is slower than
+        ``forward_backward``, which runs forward, loss and backward of the last layers at once. Else
+        it uses the newest weights.
+
+        Waits for everything before it. A causal LM's loss, given ``labels``, is the mean over the
+        batch's trained tokens. ``backward()`` raises ConfigError if the weights were updated since.
         """
         self._ready()
         config = roundpipe_run_config.over(self._config)
-        if torch.is_grad_enabled() and config.requires_grad is not False and self._trains():
-            raise ConfigError(
-                "forward() with gradient is not supported yet\n"
-                "hint: wrap it in torch.no_grad(), or train with forward_backward(...)"
-            )
         self.synchronize()
+        given = Given.of(args, kwargs)
+        is_joined = torch.is_grad_enabled() and config.requires_grad is not False
+        is_joined = is_joined and (self._trains() or bool(given.leaves))
         with_loss = self._spec.computes_loss and kwargs.get("labels") is not None
         rule = LossRule(
             num_microbatch=config.num_microbatch,
@@ -199,15 +205,38 @@ class RoundPipe(Wrapped):
             computes_loss=with_loss,
             takes_num_items=self._spec.takes_num_items,
         )
-        asked = ask_forward(args, kwargs, rule)
-        call = self._call(asked.microbatches, config, newest=self._chain.staleness == 1)
+        asked = ask_forward(given.args, given.kwargs, rule)
+        if is_joined:
+            outputs = self._joined_to_graph(asked.microbatches, config, given)
+        else:
+            outputs = self._without_graph(asked.microbatches, config)
+        if asked.loss is not None and config.merge_output is not False:
+            put_whole_loss(outputs, asked.loss)
+        return joined(outputs, config)
+
+    def _without_graph(self, parts: Sequence[Microbatch], config: RoundPipeRunConfig) -> list[Any]:
+        call = self._call(parts, config, newest=self._chain.staleness == 1)
         with torch.inference_mode(False), self._chain.interruptible():
             run = self._chain.start_forward(call, config)
             self._engine.wait_results(run)
             self._engine.drain()
-        if asked.loss is not None and config.merge_output is not False:
-            put_whole_loss(run.outputs, asked.loss)
-        return joined(run.outputs, config)
+        return run.outputs
+
+    def _joined_to_graph(
+        self, parts: Sequence[Microbatch], config: RoundPipeRunConfig, given: Given
+    ) -> list[Any]:
+        call = self._call(parts, config, is_training=True, keep_outputs=True)
+        with self._chain.interruptible():
+            forward = self._chain.run_differentiable(call, config, given.wanted)
+        sizes = [part.num_samples for part in parts]
+
+        def backward(gradients: list[list[Tensor | None]]) -> Sequence[Tensor | None]:
+            self._ready()
+            with torch.inference_mode(False), self._chain.interruptible():
+                found = self._chain.run_backward(forward, gradients)
+            return given.gradients(found, sizes)
+
+        return outputs_in_graph(forward.run.outputs, given.leaves, backward)
 
     def step(
         self,
@@ -265,13 +294,6 @@ class RoundPipe(Wrapped):
                     layer.publish()
                 self._chain.restart()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the calls since the last step."""
-        self.synchronize()
-        for layer in self._layers:
-            layer.clear_gradients()
-        self._chain.making.end()
-
     def close(self) -> None:
         """Finish what is under way, publish the newest weights and free devices and threads.
 
@@ -293,58 +315,6 @@ class RoundPipe(Wrapped):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ---- weights
-
-    def optim_parameters(self) -> list[nn.Parameter]:
-        """The master weights, for an optimizer."""
-        return [parameter for _, parameter in self.optim_named_parameters()]
-
-    def optim_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The master weights by the names they have in the model."""
-        for layer in self._layers:
-            yield from layer.masters.items()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the calls since the last step, by name; blocks until they are complete.
-
-        Views of host memory in the working dtype, or fp32 where several calls or visits add up.
-        Parameters that got none are left out.
-        """
-        self.synchronize()
-        found: dict[str, Tensor] = {}
-        for layer in self._layers:
-            for name in layer.trainable:
-                gradient = layer.gradient(name)
-                if gradient is not None:
-                    found[name] = gradient
-        return found
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The newest weights by the model's own names, in its dtypes; waits until they are made."""
-        self.synchronize()
-        return newest_state(self.model, self._layers, *args, **kwargs)
-
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        assign: bool = False,
-    ) -> Any:
-        """Load weights by the model's own names; masters follow."""
-        if assign:
-            raise ConfigError(
-                "assign=True would take the weights out of their segments\nhint: leave it out"
-            )
-        self.synchronize()
-        for layer in self._layers:  # what is not loaded keeps its newest value
-            layer.publish()
-        result = self.model.load_state_dict(state_dict, strict=strict)
-        named = self.model.named_parameters(remove_duplicate=False)
-        loaded = {tensor for name, tensor in named if name in state_dict}
-        for layer in self._layers:
-            layer.reload_masters([n for n in layer.trainable if layer.tensors[n] in loaded])
-        return result
 
     # ---- what was chosen and what ran
 
@@ -375,9 +345,17 @@ class RoundPipe(Wrapped):
     def _trains(self) -> bool:
         return any(layer.trainable for layer in self._layers)
 
-    def _call(self, parts: Sequence[Any], config: RoundPipeRunConfig, **more: Any) -> Call:
+    def _call(
+        self,
+        parts: Sequence[Microbatch],
+        config: RoundPipeRunConfig,
+        *,
+        is_training: bool = False,
+        **more: Any,
+    ) -> Call:
         seed = torch.initial_seed() if self._seed is None else self._seed
-        trains = "loss" in more  # what it draws must not hang on how often one has evaluated
+        # What training draws must not hang on how often one has evaluated.
+        trains = is_training or "loss" in more
         return Call(
             microbatches=parts,
             caller=CallerState.capture(),

@@ -205,10 +205,14 @@ class StepInMaking:
     def count(self, asked: Asked) -> None:
         """Add a call whose results have come."""
         if asked.tokens is None:
-            self._num_others += 1
+            self.count_other()
         else:
             self._divisor = asked.divisor
             self._tokens.append(asked.tokens)
+
+    def count_other(self) -> None:
+        """Add a call that is no mean over tokens."""
+        self._num_others += 1
 
     def end(self) -> None:
         """The step is made, or given up."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,18 @@ def leaf_tree(boundary: Boundary, *, wants_gradient: bool) -> tuple[Boundary, li
     return pytree.tree_map(cut, boundary), leaves
 
 
+def input_leaves(inputs: Inputs, wanted: Sequence[bool]) -> tuple[Inputs, list[Tensor]]:
+    """The inputs with those leaves of their pytree cut that a gradient is wanted of."""
+    flat, spec = pytree.tree_flatten((inputs.args, dict(inputs.kwargs or {})))
+    leaves = []
+    for place, is_wanted in enumerate(wanted):
+        if is_wanted:
+            flat[place] = flat[place].detach().requires_grad_()
+            leaves.append(flat[place])
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    return replace(inputs, args=args, kwargs=kwargs), leaves
+
+
 def differentiable(boundary: Boundary) -> list[Tensor]:
     """The tensors of a boundary that a gradient is wanted for by the layer above, in order."""
     return [
@@ -75,6 +87,20 @@ def differentiable(boundary: Boundary) -> list[Tensor]:
         for leaf in pytree.tree_leaves(boundary)
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     ]
+
+
+def _cut(
+    run: Run, visit: Visit, boundary: Boundary, inputs: Inputs
+) -> tuple[Boundary, Inputs, list[Tensor]]:
+    """What a visit reads, and the leaves that the visit below, or the caller, wants a gradient of.
+
+    Below the first layer that is what the caller gave.
+    """
+    if visit.layers.start == 0 and visit.gives_gradient and run.call.continues is not None:
+        inputs, leaves = input_leaves(inputs, run.call.continues.wanted)
+        return boundary, inputs, leaves
+    boundary, leaves = leaf_tree(boundary, wants_gradient=visit.gives_gradient)
+    return boundary, inputs, leaves
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -198,7 +224,7 @@ class Compute:
             self.model.graphs[key] = _Graph([], [], kept)
             return
         with torch.enable_grad():
-            boundary, leaves = leaf_tree(boundary, wants_gradient=visit.gives_gradient)
+            boundary, inputs, leaves = _cut(run, visit, boundary, inputs)
             scale = self._scale(run, visit, microbatch)
             for layer in visit.layers:
                 boundary = self._layer(run, layer, microbatch, (boundary, inputs, context), scale)
@@ -221,12 +247,13 @@ class Compute:
         leaves: list[Tensor] = []
         while graph.layers:
             kept = graph.layers.pop()
-            wanted = bool(graph.layers) or visit.gives_gradient
             with torch.enable_grad():
-                boundary, leaves = leaf_tree(kept.boundary, wants_gradient=wanted)
-                out = self._layer(
-                    run, kept.layer, microbatch, (boundary, kept.inputs, kept.context)
-                )
+                inputs = kept.inputs
+                if graph.layers:
+                    boundary, leaves = leaf_tree(kept.boundary, wants_gradient=True)
+                else:
+                    boundary, inputs, leaves = _cut(run, visit, kept.boundary, inputs)
+                out = self._layer(run, kept.layer, microbatch, (boundary, inputs, kept.context))
             backward(differentiable(out), gradients)
             gradients = [leaf.grad for leaf in leaves]
         self._give(run, visit, microbatch, leaves)

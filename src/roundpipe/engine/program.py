@@ -70,6 +70,8 @@ class Program:
             for microbatch in visit.microbatches:
                 if self.takes_boundary(visit, microbatch):
                     uses[visit.layers.start, microbatch] += 1
+                for boundary in visit.results:  # the caller takes them when all is over
+                    uses[boundary, microbatch] += 1
         return dict(uses)
 
     @cached_property

@@ -19,7 +19,7 @@ from roundpipe.plan.actions import OF_LAYERS, Op
 from roundpipe.plan.timeline import Span, StepSpans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -66,6 +66,20 @@ class Call:
     newest: bool = False  # read master weights that are not published yet
     weighs: bool = False  # a microbatch of each visit, see ``roundpipe.engine.weigh``
     recompute_by_layer: bool = False
+    continues: Continues | None = None  # the backward of a pass before
+
+
+@dataclass(frozen=True)
+class Continues:
+    """What a backward whose forward ran as a pass of its own is given, by (boundary, microbatch).
+
+    ``gradients``: of the floating tensors that the last layer returned, None where there is none.
+    ``wanted``: which leaves of the inputs' pytree want a gradient, if any.
+    """
+
+    boundaries: Mapping[tuple[int, int], Any]
+    gradients: Mapping[tuple[int, int], Sequence[Tensor | None]]
+    wanted: tuple[bool, ...] = ()
 
 
 @dataclass
@@ -129,8 +143,9 @@ class Run:
         self.prints = prints
         self._handovers = {action: Handover() for action in program.schedule.order}
         self._before = previous._handovers if previous is not None else None
-        self.boundaries = Boundaries(dict(program.boundary_uses))
-        self.gradients = Boundaries({})
+        given = call.continues or Continues({}, {})
+        self.boundaries = Boundaries(dict(program.boundary_uses), dict(given.boundaries))
+        self.gradients = Boundaries({}, dict(given.gradients))
         num_microbatches = program.schedule.num_microbatches
         self.losses: list[Tensor | None] = [None] * num_microbatches
         self.outputs: list[Any] = [None] * num_microbatches

@@ -46,7 +46,7 @@ def _routed(base: Schedule, home: Mapping[Action, Visit]) -> Schedule:
     """``base`` with what stays on a device and what is sent, to whom."""
     resident, resident_gradient, keeps_gradient = set(), set(), set()
     sends: dict[tuple[int, int], set[int]] = {
-        (visit.number, microbatch): _results(base, visit)
+        (visit.number, microbatch): set(visit.results)
         for visit in base.visits
         for microbatch in visit.microbatches
     }
@@ -73,14 +73,6 @@ def _routed(base: Schedule, home: Mapping[Action, Visit]) -> Schedule:
     )
 
 
-def _results(base: Schedule, visit: Visit) -> set[int]:
-    """The boundaries that the visit hands to the caller: the end of a pass without backward."""
-    if any(other.has_backward for other in base.visits):
-        return set()
-    top = max(other.layers.stop for other in base.visits)
-    return {to for to in visit.saves if to == top}
-
-
 def _bring_in(
     draft: Draft,
     device: int,
@@ -105,9 +97,11 @@ def _bring_in(
         arrival = draft.put(up, Action(Op.ACTIVATION_IN, *key), [*sources, *free])
         draft.waits[compute[0]].append(arrival)
         if visit.phase is Phase.BACKWARD and key not in draft.base.resident_gradient:
-            maker = home[needs[compute[-1]][0]]
-            source = Action(Op.GRADIENT_OUT, maker.number, microbatch)
-            arrival = draft.put(up, Action(Op.GRADIENT_IN, *key), [source, *free])
+            sources = [
+                Action(Op.GRADIENT_OUT, home[maker].number, microbatch)
+                for maker in needs[compute[-1]]  # none: the caller gives it
+            ]
+            arrival = draft.put(up, Action(Op.GRADIENT_IN, *key), [*sources, *free])
             draft.waits[compute[-1]].append(arrival)
 
 

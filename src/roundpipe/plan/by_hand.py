@@ -78,6 +78,19 @@ def forward_of(by_hand: ModelExecutePlan, costs: Costs) -> tuple[range, ...]:
     return tuple(stages)
 
 
+def backward_of(partition: Partition, below: Sequence[range], costs: Costs) -> tuple[range, ...]:
+    """The stages of a backward whose forward is a pass of its own, from the top down.
+
+    ``below``: forward stages, where it goes on to the first layer though nothing so low is trained.
+    """
+    stages = [partition.fused, *partition.backward]
+    lowest = stages[-1].start
+    stages += [range(s.start, min(s.stop, lowest)) for s in reversed(below) if s.start < lowest]
+    if not below and costs.first_trainable is not None:
+        stages[0] = range(max(stages[0].start, costs.first_trainable), stages[0].stop)
+    return tuple(stages)
+
+
 def partition_in(computation: Schedule) -> Partition:
     """The stages that the first microbatch goes through; raises PlanError if none is fused."""
     visits = [visit for visit in computation.visits if 0 in visit.microbatches]

@@ -85,7 +85,7 @@ def every_microbatch_goes_through_every_layer(chain: Sequence[Schedule]) -> Iter
             if microbatch in visit.microbatches:
                 forward += visit.layers if visit.phase.value != "backward" else ()
                 backward += reversed(visit.layers) if visit.has_backward else ()
-        if forward != list(range(num_layers)):
+        if forward != ([] if schedule.is_continued else list(range(num_layers))):
             yield f"microbatch {microbatch} goes forward through layers {forward}"
         if backward != down:
             yield f"microbatch {microbatch} goes backward through layers {backward}"
@@ -110,7 +110,10 @@ def visits_run_whole(chain: Sequence[Schedule]) -> Iterator[str]:
 
 
 def every_gradient_is_used(chain: Sequence[Schedule]) -> Iterator[str]:
-    """A layer is updated if and only if its gradient has a norm, and has one if a gradient came."""
+    """A layer is updated if and only if a gradient came, and has a norm, unless none has.
+
+    Without any norm updates are eager: each stands behind its own gradient alone.
+    """
     schedule = chain[-1]
     host = schedule.streams.get("host", ())
     norms = {action.index for action in host if action.op is Op.NORM}
@@ -121,7 +124,7 @@ def every_gradient_is_used(chain: Sequence[Schedule]) -> Iterator[str]:
         if action.op in (Op.DOWNLOAD, Op.MERGE)
         for owner in owners
     }
-    for layer in sorted(norms ^ updates | came ^ norms):
+    for layer in sorted(came ^ updates | (norms ^ updates if norms else set())):
         yield f"layer {layer} does not have all of a gradient, a norm and an update"
 
 
@@ -260,16 +263,33 @@ def results_are_awaited(replay: Replay) -> Iterator[str]:
     """Whatever an action reads was made in this step, and for the same visit and microbatch."""
     last = len(replay.chain) - 1
     made: dict[Buffer, Action] = {}
+    given = _given(replay.chain[-1], last)
     for (step, action), _, touched in replay.runs:
         if step < last:
             continue
         for buffer in touched.reads:
             maker = made.get(buffer)
-            if buffer[0] in _MADE_BY_NAME and maker is None:
+            if buffer[0] in _MADE_BY_NAME and maker is None and buffer not in given:
                 yield f"{action} reads {buffer}, which nothing makes before it"
             if buffer[0] in _MADE_FOR_VISIT and not _is_for(maker, action):
                 yield f"{action} reads {buffer}, which {maker or 'nothing'} made before it"
         made.update(dict.fromkeys(touched.writes, action))
+
+
+def _given(schedule: Schedule, step: int) -> set[Buffer]:
+    """What the caller gives to a backward whose forward was a pass of its own."""
+    if not schedule.is_continued:
+        return set()
+    top = max(visit.layers.stop for visit in schedule.visits)
+    return {
+        buffer
+        for visit in schedule.visits
+        for microbatch in visit.microbatches
+        for buffer in (
+            ("boundary", step, visit.layers.start, microbatch),
+            ("boundary_gradient", step, top, microbatch),
+        )
+    }
 
 
 def _is_for(maker: Action | None, reader: Action) -> bool:

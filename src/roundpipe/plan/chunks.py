@@ -120,10 +120,6 @@ def add_gradients(base: Schedule, before: Schedule | None, options: Options) -> 
                 writer = visit.compute(visit.microbatches[0])[-1]
                 draft.waits[writer] += two_turns_ago(visits, at, last_download)
     addends: dict[Action, tuple[int, ...]] = {}
-    if options.eager:  # an update adds up what it reads
-        for owner, those in givers.items():
-            addends[Action(Op.UPDATE, owner)] = tuple(giver.number for giver in those)
-        givers = {}
     for visit in base.visits:
         whole = tuple(owner for owner, visits in givers.items() if visits[-1] is visit)
         if whole:
@@ -167,11 +163,8 @@ def _download(
     taken = [Action(Op.UPDATE, owner, before=True) for owner in direct]
     # What the step before brought must have been added up before it is written over.
     merged = [owner for owner in trained if owner in givers]
-    if options.eager:
-        taken += [Action(Op.UPDATE, owner, before=True) for owner in merged]
-    else:
-        added = {givers[owner][-1].number for owner in merged}
-        taken += [Action(Op.MERGE, number, before=True) for number in sorted(added)]
+    added = {givers[owner][-1].number for owner in merged}
+    taken += [Action(Op.MERGE, number, before=True) for number in sorted(added)]
     windows = _windows_after(draft.base, visit)
     total = sum(options.costs.layers[layer].gradient_bytes for layer in visit.layers)
     count = _num_chunks(total, len(windows), options)

@@ -29,7 +29,7 @@ class Options:
     costs: Costs
     staleness: int = 0
     accumulate: bool = False  # add to gradients that calls before in this step have left
-    eager: bool = False  # update a layer as soon as its gradient is there; for playing only
+    eager: bool = False  # update a layer as soon as its gradient is whole, without norms before
     activations: bool = True  # whether transfers of boundaries are part of the schedule
     min_chunk_bytes: int = MIN_CHUNK_BYTES
 

@@ -17,7 +17,7 @@ from roundpipe.plan.deal import InTurn, Stage, ToEarliest, shares
 from roundpipe.plan.schedule import Phase, Schedule, Visit, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.partition import Partition
@@ -178,23 +178,68 @@ def _stages(partition: Partition) -> list[Stage]:
 
 
 def forward_only(
-    stages: Sequence[range], *, devices: int, microbatches: int, start_device: int = 0
+    stages: Sequence[range],
+    *,
+    devices: int,
+    microbatches: int,
+    start_device: int = 0,
+    saved: Iterable[int] = (),
 ) -> Schedule:
-    """A pass without gradient, dealt round-robin; the last visit's outputs are the result."""
+    """A pass without gradient, dealt round-robin; the last visit's outputs are the result.
+
+    So are the boundaries in ``saved``: the inputs of the stages of a later ``backward_only``.
+    """
+    starts, top = set(saved), stages[-1].stop
+    visits = []
+    for number, layers in enumerate(stages):
+        saves = saves_of(Phase.FORWARD, layers, starts)
+        visits.append(
+            Visit(
+                number=number,
+                stage=number,
+                phase=Phase.FORWARD,
+                layers=layers,
+                device=(start_device + number) % devices,
+                microbatches=tuple(range(microbatches)),
+                saves=saves,
+                results=tuple(to for to in saves if to in starts or to == top),
+            )
+        )
+    return computation(
+        visits, devices=devices, microbatches=microbatches, start_device=start_device
+    )
+
+
+def backward_only(
+    stages: Sequence[range],
+    *,
+    devices: int,
+    microbatches: int,
+    start_device: int = 0,
+    to_inputs: bool = False,
+) -> Schedule:
+    """The backward of a pass that ``forward_only`` ran before, dealt round-robin.
+
+    ``stages`` from the top down, the first of which ends with the last layer. ``to_inputs``:
+    whether the lowest gives the gradient of what it reads too.
+    """
     visits = [
         Visit(
             number=number,
             stage=number,
-            phase=Phase.FORWARD,
+            phase=Phase.BACKWARD,
             layers=layers,
             device=(start_device + number) % devices,
             microbatches=tuple(range(microbatches)),
-            saves=(layers.stop,),
+            gives_gradient=to_inputs or layers != stages[-1],
         )
         for number, layers in enumerate(stages)
     ]
     return computation(
-        visits, devices=devices, microbatches=microbatches, start_device=start_device
+        visits,
+        devices=devices,
+        microbatches=microbatches,
+        start_device=start_device,
     )
 
 
@@ -218,8 +263,9 @@ def computation(
     """The schedule that runs ``visits`` in order on their devices, with data dependencies only.
 
     ``splits_loss``: no visit is fused; the forward of the last layer makes the loss, with which its
-    backward begins.
+    backward begins. Where all visits are backward the caller gives what nothing here makes.
     """
+    is_continued = bool(visits) and all(visit.phase is Phase.BACKWARD for visit in visits)
     top = max((visit.layers.stop for visit in visits), default=0)
     streams: dict[str, list[Action]] = {stream(device, "compute"): [] for device in range(devices)}
     waits: dict[Action, tuple[Action, ...]] = {}
@@ -229,7 +275,8 @@ def computation(
         queue = streams[stream(visit.device, "compute")]
         for microbatch in visit.microbatches:
             for action in visit.compute(microbatch):
-                waits[action] = tuple(_needs(visit, action, made, gradients))
+                needs = _needs(visit, action, made, gradients, is_continued=is_continued)
+                waits[action] = tuple(needs)
                 queue.append(action)
             for boundary in visit.saves:
                 made[boundary, microbatch] = visit.compute(microbatch)[-1]
@@ -245,6 +292,7 @@ def computation(
         num_microbatches=microbatches,
         start_device=start_device,
         deals_on=deals_on,
+        is_continued=is_continued,
     )
 
 
@@ -253,17 +301,21 @@ def _needs(
     action: Action,
     made: dict[tuple[int, int], Action],
     gradients: dict[tuple[int, int], Action],
+    *,
+    is_continued: bool,
 ) -> Iterator[Action]:
     """What one compute action needs the result of; a boundary nobody makes is a PlanError."""
     assert action.microbatch is not None
     if action.op is Op.BACKWARD:
         found = gradients.get((visit.layers.stop, action.microbatch))
+        if found is None and is_continued:
+            return
         if found is None:
             raise PlanError(
                 f"{action} needs a gradient of boundary {visit.layers.stop} that nothing makes"
             )
         yield found
-    elif visit.layers.start > 0:
+    elif visit.layers.start > 0 and not is_continued:
         found = made.get((visit.layers.start, action.microbatch))
         if found is None:
             raise PlanError(

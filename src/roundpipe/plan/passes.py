@@ -121,7 +121,7 @@ def _require_streamed(computation: Schedule) -> None:
             "hint: schedule=gpipe, which does; others are simulated only"
         )
     phases = {visit.phase for visit in computation.visits}
-    if Phase.BACKWARD in phases and Phase.FUSED not in phases:
+    if Phase.BACKWARD in phases and Phase.FUSED not in phases and not computation.is_continued:
         raise PlanError("no visit is fused, so no action brings the loss down\nhint: fused=True")
     for visit in computation.visits:
         if visit.phase is Phase.BACKWARD:

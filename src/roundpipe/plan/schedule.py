@@ -31,7 +31,8 @@ class Visit:
     """One run of one stage on one device.
 
     ``saves`` are the boundaries (a boundary is named by the layer that reads it) that a forward
-    visit hands out: its own end and the start of every backward stage inside it.
+    visit hands out: its own end and the start of every backward stage inside it. ``results`` are
+    those of them that the caller gets.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Visit:
     microbatches: tuple[int, ...]
     saves: tuple[int, ...] = ()
     gives_gradient: bool = False  # whether anything below it is trained
+    results: tuple[int, ...] = ()
 
     def compute(self, microbatch: int) -> tuple[Action, ...]:
         """What the visit runs for one microbatch, in order."""
@@ -75,7 +77,11 @@ def stream(device: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step, or one forward pass. See the module docstring."""
+    """One step, or one pass: forward, or the backward of a pass before. See the module docstring.
+
+    ``is_continued``: its forward ran as a pass of its own. Then the caller gives it the inputs of
+    its stages and the gradient of the end.
+    """
 
     visits: tuple[Visit, ...]
     streams: Mapping[str, tuple[Action, ...]]
@@ -85,6 +91,7 @@ class Schedule:
     start_device: int = 0
     deals_on: bool = True  # whether the next step begins where this one ended
     staleness: int = 0
+    is_continued: bool = False
     # What passes add. Keys are (visit, microbatch) or an action.
     sends: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # to the host
     resident: frozenset[tuple[int, int]] = frozenset()  # its boundary is on the device already
@@ -117,6 +124,12 @@ class Schedule:
         if not self.deals_on or len({visit.device for visit in self.visits}) < self.num_devices:
             return self.start_device
         return (self.visits[-1].device + 1) % self.num_devices
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether layers are updated without waiting for all norms: nothing commits as a whole."""
+        ops = {action.op for action in self.streams.get("host", ())}
+        return Op.UPDATE in ops and Op.NORM not in ops
 
     def trains(self, visit: Visit) -> bool:
         """Whether the visit makes gradients of parameters (known once gradients are lowered)."""

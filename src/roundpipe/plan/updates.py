@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def add_updates(base: Schedule, _: Schedule | None, options: Options) -> Schedule:
     """On the host: each layer's norm as its gradient completes, then all updates, front first.
 
-    Eager updates take the place of norms, and add up partial gradients themselves.
+    Eager updates take the place of norms.
 
     The host stream runs in order, so the first update comes after the last norm: the step commits
     there or not at all. At staleness 1 a layer is published (the update of the step before) once
@@ -68,13 +68,6 @@ def _last_givers(base: Schedule) -> dict[int, list[Action]]:
             for owner in base.owners[action]:
                 if owner not in gives or gives[owner][-1].index < action.index:
                     gives[owner] = [action]
-    for update, visits in base.addends.items():
-        if update.op is Op.UPDATE:
-            last = [base.chunks[Op.DOWNLOAD, visit] - 1 for visit in visits]
-            gives[update.index] = [
-                Action(Op.DOWNLOAD, visit, chunk=chunk)
-                for visit, chunk in zip(visits, last, strict=True)
-            ]
     return gives
 
 

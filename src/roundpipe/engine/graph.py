@@ -1,0 +1,143 @@
+"""Joins a pass over the devices to the caller's own autograd graph.
+
+The pass runs without a graph. What it returns becomes the output of one node, and that node's
+backward runs the other pass. Everything the node takes and returns lies on the host: on a card its
+backward would run in a thread that the devices' own backward needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller calls a model with: the same without a graph, and what wants a gradient.
+
+    ``leaves``: the tensors that do; ``wanted`` marks them in the pytree of both arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: tuple[Tensor, ...]
+    wanted: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
+        """Look through a call's arguments."""
+        flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        wanted = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
+        cut = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        args_, kwargs_ = pytree.tree_unflatten(cut, spec)
+        leaves = tuple(leaf for leaf, is_wanted in zip(flat, wanted, strict=True) if is_wanted)
+        return cls(args_, kwargs_, leaves, wanted)
+
+    def gradients(self, parts: Sequence[Gradients], sizes: Sequence[int]) -> list[Tensor | None]:
+        """The gradient of each leaf, from those of microbatches of so many samples.
+
+        What was cut along the batch is joined along it; what all of them read is added up.
+        """
+        return [
+            _whole(leaf, [part[at] for part in parts], sizes) for at, leaf in enumerate(self.leaves)
+        ]
+
+
+def _whole(leaf: Tensor, parts: Gradients, sizes: Sequence[int]) -> Tensor | None:
+    some = [part for part in parts if part is not None]
+    if not some:
+        return None
+    if leaf.dim() > 0 and leaf.shape[0] == sum(sizes):
+        missing = [leaf.new_zeros((size, *leaf.shape[1:]), device="cpu") for size in sizes]
+        joined = [
+            zeros if part is None else part for part, zeros in zip(parts, missing, strict=True)
+        ]
+        return torch.cat(joined).to(leaf.device)
+    total = some[0]
+    for part in some[1:]:
+        total = total + part
+    return total.to(leaf.device)
+
+
+def outputs_in_graph(
+    outputs: Sequence[Any],
+    leaves: Sequence[Tensor],
+    backward: Callable[[list[list[Tensor | None]]], Gradients],
+) -> list[Any]:
+    """The microbatches' outputs as results of one node over ``leaves``.
+
+    ``backward`` is called with the gradients of the floating tensors of each microbatch's output,
+    in order, and returns the leaves'. It may be called once, unless the graph is kept.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    tensors = [leaf for found, _ in flat for leaf in found if isinstance(leaf, torch.Tensor)]
+    counts = [sum(isinstance(leaf, torch.Tensor) for leaf in found) for found, _ in flat]
+
+    def by_microbatch(gradients: Gradients) -> Gradients:
+        parts: list[list[Tensor | None]] = []
+        at = 0
+        for count in counts:
+            places = range(at, at + count)
+            parts.append([gradients[i] for i in places if is_differentiable(tensors[i])])
+            at += count
+        return backward(parts)
+
+    anchor = torch.empty(0, requires_grad=True)  # so that there is a graph without leaves too
+    made = iter(_Node.apply(_Held(tensors, by_microbatch), anchor, *leaves))  # type: ignore[no-untyped-call]
+    return [
+        pytree.tree_unflatten(
+            [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec
+        )
+        for found, spec in flat
+    ]
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a gradient of it can be asked for."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class _Held:
+    """What a node has until its backward is over."""
+
+    def __init__(self, tensors: Sequence[Tensor], backward: Callable[[Gradients], Gradients]):
+        self.tensors, self.backward = tensors, backward
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, held: _Held, anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        outputs = tuple(tensor.detach() for tensor in held.tensors)
+        ctx.mark_non_differentiable(*(out for out in outputs if not is_differentiable(out)))
+        ctx.backward_pass, held.tensors = held.backward, ()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.backward_pass is None:
+            raise RuntimeError(
+                "backward through a forward() a second time: what it saved is gone\n"
+                "hint: backward(retain_graph=True) the first time"
+            )
+        host = [None if gradient is None else gradient.to("cpu") for gradient in gradients]
+        given = ctx.backward_pass(host)
+        if not _keeps_graph():
+            ctx.backward_pass = None
+        return (None, None, *given)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward under way was asked to keep its graph; torch 2.13 has no public word."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return bool(ask()) if ask is not None else False

@@ -1,0 +1,82 @@
+"""What a wrapper offers of the weights it keeps on the host: masters, gradients, state dicts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.errors import ConfigError
+from roundpipe.store.build import newest_state
+from roundpipe.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from roundpipe.chain import Chain
+    from roundpipe.store.layer import HostLayer
+
+
+class Stored(Wrapped):
+    """A wrapper whose model's tensors lie in host layers."""
+
+    _layers: Sequence[HostLayer]
+    _chain: Chain
+
+    def optim_parameters(self) -> list[nn.Parameter]:
+        """The master weights, for an optimizer."""
+        return [parameter for _, parameter in self.optim_named_parameters()]
+
+    def optim_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The master weights by the names they have in the model."""
+        for layer in self._layers:
+            yield from layer.masters.items()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the calls since the last step, by name; blocks until they are complete.
+
+        Views of host memory in the working dtype, or fp32 where several calls or visits add up.
+        Parameters that got none are left out.
+        """
+        self.synchronize()
+        found: dict[str, Tensor] = {}
+        for layer in self._layers:
+            for name in layer.trainable:
+                gradient = layer.gradient(name)
+                if gradient is not None:
+                    found[name] = gradient
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the calls since the last step."""
+        self.synchronize()
+        for layer in self._layers:
+            layer.clear_gradients()
+        self._chain.making.end()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The newest weights by the model's own names, in its dtypes; waits until they are made."""
+        self.synchronize()
+        return newest_state(self.model, self._layers, *args, **kwargs)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
+        """Load weights by the model's own names; masters follow."""
+        if assign:
+            raise ConfigError(
+                "assign=True would take the weights out of their segments\nhint: leave it out"
+            )
+        self.synchronize()
+        for layer in self._layers:  # what is not loaded keeps its newest value
+            layer.publish()
+        result = self.model.load_state_dict(state_dict, strict=strict)
+        named = self.model.named_parameters(remove_duplicate=False)
+        loaded = {tensor for name, tensor in named if name in state_dict}
+        for layer in self._layers:
+            layer.reload_masters([n for n in layer.trainable if layer.tensors[n] in loaded])
+        self._chain.num_versions += 1
+        return result
