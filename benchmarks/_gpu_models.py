@@ -42,7 +42,7 @@ EXACT = Size(128, 4, 4, 2, 256, 1024, 64, 6, 3, torch.float32)
 
 
 def build(size: Size, *, on: str, attention: str = "sdpa") -> nn.Module:
-    """A decoder of that size with random weights, on the host; drawn on ``on``, which is quicker."""
+    """A decoder of that size with random weights, on the host; drawn on the device ``on``."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 (takes seconds)
 
     config = LlamaConfig(

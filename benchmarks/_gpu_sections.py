@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -38,7 +39,7 @@ CAP_BYTES = 24e9
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. ``aim``: what it should be, ``met``: whether it is; None where there is no aim."""
+    """One figure. ``aim``: what it should be; ``met``: whether it is, None without an aim."""
 
     what: str
     value: float | str
@@ -134,7 +135,7 @@ def sanitizer(rig: Rig) -> None:
     losses, _ = _trained(rig, 2, [batch(rig.small, seed) for seed in range(3)])
     found = "nothing found" if watched and rig.device.type == "cuda" else "not watched: no card"
     rig.say("CUDA sanitizer, 3 steps, 2 workers", found, met=watched or None)
-    rig.say("losses are finite", str(all(loss == loss for loss in losses)))
+    rig.say("losses are finite", str(all(map(math.isfinite, losses))))
 
 
 def train_full(rig: Rig) -> None:
@@ -278,7 +279,7 @@ def _runs(rig: Rig, length: int) -> bool:
             config = roundpipe.RoundPipeRunConfig(num_microbatch=1, recompute_grain="layer")
             loss = ours.forward_backward(input_kwargs=batch(size), run_config=config)
             ours.synchronize()
-            return bool(loss == loss)
+            return math.isfinite(float(loss))
     except (roundpipe.RoundPipeError, torch.OutOfMemoryError) as error:
         rig.say(f"at {length} tokens", str(error).splitlines()[0][:120])
         return False
