@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from roundpipe import optim, plan, sim
     from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
+    from roundpipe.engine.microbatch import RoundPipePackedData
     from roundpipe.engine.pool import DevicePool
     from roundpipe.engine.updates import StepResult
     from roundpipe.errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "RaceError",
     "RoundPipe",
     "RoundPipeError",
+    "RoundPipePackedData",
     "RoundPipeRunConfig",
     "StallError",
     "StepError",
@@ -63,6 +65,8 @@ def __getattr__(name: str) -> object:
             room = "roundpipe.roundpipe"
         case "RoundPipeRunConfig" | "ModelExecutePlan":
             room = "roundpipe.config"
+        case "RoundPipePackedData":
+            room = "roundpipe.engine.microbatch"
         case "DevicePool":
             room = "roundpipe.engine.pool"
         case "StepResult":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from roundpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 RecomputeGrain = Literal["stage", "layer"]
 _GB = 1e9
@@ -102,8 +102,12 @@ class RoundPipeRunConfig:
     ``"layer"`` one layer's, for one more forward.
     ``num_microbatch``: into how many microbatches a batch is cut (default: at most 8, whatever the
     devices); fewer when samples are fewer.
-    ``split_input``, ``split_label``, ``merge_output``: functions in place of the cut along the
-    first dimension and of joining along it; ``merge_output=False`` gives a list.
+    ``split_input``: in place of the cut along the first dimension a function (args, kwargs, number
+    of microbatches) -> (list of args, list of kwargs), or a spec (of args, of kwargs): trees of
+    ``TensorChunkSpec`` and ``_Replicate`` of ``torch.distributed.pipelining.microbatch``, None for
+    what is cut as usual. ``split_label``: a function (label, number) -> list, or a spec.
+    ``merge_output``: a function (list of outputs) -> result, a spec, in which ``_CustomReducer``
+    may stand too, or False, which gives ``RoundPipePackedData`` in place of each tensor.
     ``execute_plan``: stages given by hand.
     """
 
@@ -112,9 +116,9 @@ class RoundPipeRunConfig:
     preserve_rng_state: bool | None = None
     recompute_grain: RecomputeGrain | None = None
     num_microbatch: int | None = None
-    split_input: Callable[..., Any] | None = None
-    split_label: Callable[..., Any] | None = None
-    merge_output: Callable[..., Any] | bool | None = None
+    split_input: Any = None
+    split_label: Any = None
+    merge_output: Any = None
     execute_plan: ModelExecutePlan | None = None
 
     def __post_init__(self) -> None:
@@ -124,17 +128,6 @@ class RoundPipeRunConfig:
             )
         if self.num_microbatch is not None and self.num_microbatch < 1:
             raise ConfigError(f"num_microbatch must be at least 1: {self.num_microbatch}")
-        for name in ("split_input", "split_label"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name} is not supported yet\n"
-                    "hint: tensors are cut along their first dimension"
-                )
-        if callable(self.merge_output):
-            raise ConfigError(
-                "a merge_output function is not supported yet\n"
-                "hint: merge_output=False gives a list of the microbatches' outputs"
-            )
 
     def over(self, default: RoundPipeRunConfig) -> RoundPipeRunConfig:
         """This config, with what it leaves open taken from ``default``."""

@@ -15,6 +15,7 @@ from roundpipe.engine.call import (
     put_whole_loss,
     total_loss,
 )
+from roundpipe.engine.microbatch import Cut
 from roundpipe.errors import ConfigError
 
 LABELS = torch.tensor([[1, 2, 3], [1, -100, -100], [1, 2, -100]])  # 2, 0 and 1 trained tokens
@@ -38,11 +39,11 @@ ONES = [torch.tensor(1.0)] * 3
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        (LossRule(num_microbatch=3), [1, 1, 1]),
+        (LossRule(cut=Cut(3)), [1, 1, 1]),
         (LossRule(), [1 / 3] * 3),
-        (LossRule(num_microbatch=3, reduction="mean"), [1 / 3] * 3),
+        (LossRule(cut=Cut(3), reduction="mean"), [1 / 3] * 3),
         (LossRule(reduction="sum"), [1, 1, 1]),
-        (LossRule(num_microbatch=3, reduction="token_mean"), [2 / 3, 0, 1 / 3]),
+        (LossRule(cut=Cut(3), reduction="token_mean"), [2 / 3, 0, 1 / 3]),
         (LossRule(reduction="token_mean", divisor=6), [2 / 6, 0, 1 / 6]),
     ],
 )
@@ -53,7 +54,7 @@ def test_a_loss_function_is_summed_where_the_split_is_given_else_averaged(rule, 
 
 def test_uneven_microbatches_weigh_by_their_samples():
     asked = ask_training(
-        (torch.zeros(5),), {}, None, value_of, LossRule(num_microbatch=2, reduction="mean")
+        (torch.zeros(5),), {}, None, value_of, LossRule(cut=Cut(2), reduction="mean")
     )
     assert shares(asked, ONES[:2]) == pytest.approx([3 / 5, 2 / 5])
 
@@ -69,7 +70,7 @@ def own(loss=1.0):
     return SimpleNamespace(loss=torch.tensor(loss), logits=None)
 
 
-LM = LossRule(num_microbatch=3, computes_loss=True, takes_num_items=True)
+LM = LossRule(cut=Cut(3), computes_loss=True, takes_num_items=True)
 
 
 def test_a_model_that_takes_the_number_of_items_divides_by_it():
@@ -81,7 +82,7 @@ def test_a_model_that_takes_the_number_of_items_divides_by_it():
 
 
 def test_a_model_that_does_not_take_it_gets_shares_by_tokens():
-    rule = LossRule(num_microbatch=3, computes_loss=True)
+    rule = LossRule(cut=Cut(3), computes_loss=True)
     asked = ask_training((), {"input_ids": IDS, "labels": LABELS}, None, None, rule)
     assert "num_items_in_batch" not in asked.microbatches[0].inputs.kwargs
     assert shares(asked, [own(), own(torch.nan), own()]) == pytest.approx([2 / 3, 0, 1 / 3])
@@ -126,12 +127,12 @@ def test_a_loss_that_is_not_one_number_is_refused(loss):
 
 
 def test_a_loss_of_one_element_becomes_a_scalar():
-    asked = ask_training((IDS,), {}, None, lambda *_: torch.ones(1, 1), LossRule(num_microbatch=3))
+    asked = ask_training((IDS,), {}, None, lambda *_: torch.ones(1, 1), LossRule(cut=Cut(3)))
     assert asked.loss(None, None, 0).shape == ()
 
 
 def test_a_pass_without_labels_asks_for_no_loss():
-    assert ask_forward((IDS,), {}, LossRule(num_microbatch=2)).loss is None
+    assert ask_forward((IDS,), {}, LossRule(cut=Cut(2))).loss is None
 
 
 def test_the_whole_loss_is_put_into_the_first_output():
@@ -147,7 +148,7 @@ def test_losses_are_added_in_order():
 
 def asked_for(tokens, divisor):
     labels = torch.full((1, tokens + 1), 5)
-    rule = LossRule(num_microbatch=1, computes_loss=True, takes_num_items=True, divisor=divisor)
+    rule = LossRule(cut=Cut(1), computes_loss=True, takes_num_items=True, divisor=divisor)
     return ask_training((), {"input_ids": labels, "labels": labels}, None, None, rule)
 
 
@@ -174,7 +175,7 @@ def test_a_step_that_was_given_up_leaves_no_divisor():
 
 
 def test_several_token_means_and_another_loss_in_one_step_are_refused():
-    sums = ask_training((IDS,), {}, None, value_of, LossRule(num_microbatch=3))
+    sums = ask_training((IDS,), {}, None, value_of, LossRule(cut=Cut(3)))
     making = StepInMaking()
     for asked in (asked_for(4, None), sums):
         making.check(asked)

@@ -14,6 +14,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.microbatch import (
     DEFAULT_NUM_MICROBATCH,
+    Cut,
+    RoundPipePackedData,
     batch_size_of,
     joined,
     merge,
@@ -92,14 +94,16 @@ def test_outputs_are_joined_leaf_by_leaf():
     assert merge([a]) is a
 
 
-def test_scalars_and_other_values_are_the_firsts():
+def test_scalars_are_averaged_and_other_values_must_be_the_same():
     outputs = [CausalLMOutput(loss=torch.tensor(float(i)), logits=torch.ones(2, 1) * i)
                for i in range(3)]  # fmt: skip
     found = merge(outputs)
     assert isinstance(found, CausalLMOutput)
-    assert found.loss == 0
+    assert found.loss == 1
     assert found.logits.flatten().tolist() == [0, 0, 1, 1, 2, 2]
-    assert merge([("a", 1), ("b", 2)]) == ("a", 1)
+    assert merge([("a", 1), ("a", 1)]) == ("a", 1)
+    with pytest.raises(ConfigError, match="different values"):
+        merge([("a", 1), ("b", 1)])
 
 
 def test_shapes_that_do_not_fit_are_refused_with_the_way_out():
@@ -109,7 +113,13 @@ def test_shapes_that_do_not_fit_are_refused_with_the_way_out():
 
 def test_a_list_and_another_device_may_be_asked_for():
     outputs = [torch.zeros(2, 3), torch.zeros(2, 4)]
-    assert joined(outputs, RoundPipeRunConfig(merge_output=False)) is outputs
+    packed = joined(outputs, RoundPipeRunConfig(merge_output=False))
+    assert isinstance(packed, RoundPipePackedData)
+    packed.synchronize()
+    assert all(one is other for one, other in zip(packed, outputs, strict=True))
+    numbers, tensors = joined([(1, x) for x in outputs], RoundPipeRunConfig(merge_output=False))
+    assert numbers == [1, 1]
+    assert all(one is other for one, other in zip(tensors, outputs, strict=True))
     moved = joined([outputs[0], outputs[0]], RoundPipeRunConfig(output_device="meta"))
     assert moved.device.type == "meta"
     assert moved.shape == (4, 3)
@@ -127,3 +137,42 @@ def test_an_opaque_input_goes_whole():
     parts = split((torch.zeros(4), opaque), {}, None, 2)
     assert all(part.inputs.args[1] is opaque for part in parts)
     assert pytree.tree_leaves(opaque) == [opaque]
+
+
+def test_packed_arguments_go_on_to_the_microbatch_of_their_number():
+    packed = RoundPipePackedData([torch.zeros(2), torch.ones(3)])
+    parts = split((packed,), {"x": torch.arange(4)}, torch.arange(5), None)
+    assert [part.inputs.args[0].tolist() for part in parts] == [[0, 0], [1, 1, 1]]
+    assert [part.inputs.kwargs["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert [part.label.tolist() for part in parts] == [[0, 1], [2, 3, 4]]
+    with pytest.raises(ConfigError, match="different numbers"):
+        split((packed, RoundPipePackedData([1])), {}, None, None)
+
+
+def test_a_function_cuts_inputs_and_another_one_labels():
+    def cut(args, kwargs, count):
+        return [(args[0][at::count],) for at in range(count)], [kwargs] * count
+
+    def cut_label(label, count):
+        return [label * at for at in range(count)]
+
+    parts = split((torch.arange(6),), {"k": 1}, 7, Cut(2, cut, cut_label))
+    assert [part.inputs.args[0].tolist() for part in parts] == [[0, 2, 4], [1, 3, 5]]
+    assert [part.label for part in parts] == [0, 7]
+    assert [part.num_samples for part in parts] == [3, 3]
+    assert parts[0].inputs.kwargs == {"k": 1}
+
+
+@pytest.mark.parametrize(
+    ("cut", "match"),
+    [
+        (Cut(2, lambda a, k, n: ([a], [k, k])), "two lists"),
+        (Cut(2, lambda a, k, n: ([], [])), "no microbatch"),
+        (Cut(2, (None,)), "args spec, kwargs spec"),
+        (Cut(2, None, lambda label, count: [label]), "1 labels for 2"),
+        (Cut(2, ((None, None), None)), "does not have the form"),
+    ],
+)
+def test_rules_that_do_not_cut_a_call_are_refused(cut, match):
+    with pytest.raises(ConfigError, match=match):
+        split((torch.arange(4),), {}, 1, cut)

@@ -62,7 +62,7 @@ def test_a_pass_without_gradient_equals_the_plain_model(
     assert torch.equal(whole.loss, plain.loss)
     assert torch.allclose(parts.logits, plain.logits, atol=1e-5)
     assert parts.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
-    assert torch.equal(torch.cat([each.logits for each in listed]), parts.logits)
+    assert torch.equal(torch.cat(listed.logits), parts.logits)
     assert nothing_to_lose.loss is None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.engine.microbatch import Microbatch, split
+from roundpipe.engine.microbatch import Cut, Microbatch, split
 from roundpipe.errors import ConfigError
 from roundpipe.models.loss import (
     LossCount,
@@ -49,9 +49,9 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """How microbatches' losses add up. ``divisor``: tokens a call before divided by."""
+    """How a call is cut and losses add up. ``divisor``: tokens a call before divided by."""
 
-    num_microbatch: int | None = None
+    cut: Cut = Cut()  # noqa: RUF009 - frozen
     reduction: str | None = None
     divisor: int | None = None
     computes_loss: bool = False  # whether the model does
@@ -74,13 +74,14 @@ def ask_training(
     the losses are summed if the caller gave ``num_microbatch``, else averaged by samples, unless
     ``reduction`` says otherwise. Raises ConfigError where there is no loss to be had.
     """
-    reduction, num_microbatch, divisor = rule.reduction, rule.num_microbatch, rule.divisor
+    reduction, divisor = rule.reduction, rule.divisor
     if reduction is not None:
         check_reduction(reduction)
-    parts = split(args, kwargs, label, num_microbatch)
+    parts = split(args, kwargs, label, rule.cut)
     if loss_fn is None:
         return _own_loss(parts, kwargs, rule)
-    chosen = check_reduction(reduction or ("sum" if num_microbatch is not None else "mean"))
+    is_cut_by_caller = rule.cut.num_microbatch is not None or rule.cut.split_input is not None
+    chosen = check_reduction(reduction or ("sum" if is_cut_by_caller else "mean"))
     tokens = [count_trained_tokens(part.label) if chosen == "token_mean" else 0 for part in parts]
     counts = [LossCount(part.num_samples, t) for part, t in zip(parts, tokens, strict=True)]
     total = LossCount.total(counts)
@@ -101,7 +102,7 @@ def ask_forward(args: Sequence[Any], kwargs: Mapping[str, Any], rule: LossRule) 
     """Cut a call without gradient; the model's own loss, if it computes one, as in training."""
     if rule.computes_loss:
         return ask_training(args, kwargs, None, None, rule)
-    return Asked(split(args, kwargs, None, rule.num_microbatch), None)
+    return Asked(split(args, kwargs, None, rule.cut), None)
 
 
 def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: LossRule) -> Asked:
@@ -222,6 +223,12 @@ class StepInMaking:
 
 
 def put_whole_loss(outputs: Sequence[Any], loss: Callable[[Any, Any, int], Tensor]) -> None:
-    """Each microbatch's loss is a share of the whole: let the first stand for their sum."""
+    """Each microbatch's loss is a share of the whole: let their sum stand in all of them."""
     shares = [loss(output, None, microbatch) for microbatch, output in enumerate(outputs)]
-    outputs[0].loss = total_loss(shares)
+    set_loss(outputs, total_loss(shares))
+
+
+def set_loss(outputs: Sequence[Any], loss: Tensor) -> None:
+    """Let every microbatch's output have this loss."""
+    for output in outputs:
+        output.loss = loss

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from roundpipe.engine.microbatch import RoundPipePackedData
+from roundpipe.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -25,32 +28,60 @@ if TYPE_CHECKING:
 class Given:
     """What a caller calls a model with: the same without a graph, and what wants a gradient.
 
-    ``leaves``: the tensors that do; ``wanted`` marks them in the pytree of both arguments.
+    ``wanted`` marks it in the pytree of both arguments; ``leaves`` are its tensors: one for each
+    mark, or as many as there are microbatches where they come packed.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: tuple[Tensor, ...]
     wanted: tuple[bool, ...]
+    _marked: tuple[Any, ...]  # a tensor or packed tensors for each mark
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
         """Look through a call's arguments."""
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        wanted = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
-        cut = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        args_, kwargs_ = pytree.tree_unflatten(cut, spec)
-        leaves = tuple(leaf for leaf, is_wanted in zip(flat, wanted, strict=True) if is_wanted)
-        return cls(args_, kwargs_, leaves, wanted)
+        wanted = tuple(map(_wants_gradient, flat))
+        args_, kwargs_ = pytree.tree_unflatten(list(map(_cut, flat)), spec)
+        marked = tuple(leaf for leaf, is_wanted in zip(flat, wanted, strict=True) if is_wanted)
+        return cls(args_, kwargs_, wanted, marked)
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The tensors that want a gradient, in order."""
+        return tuple(
+            tensor
+            for leaf in self._marked
+            for tensor in (leaf if isinstance(leaf, RoundPipePackedData) else (leaf,))
+        )
 
     def gradients(self, parts: Sequence[Gradients], sizes: Sequence[int]) -> list[Tensor | None]:
-        """The gradient of each leaf, from those of microbatches of so many samples.
+        """The gradient of each of ``leaves``, from those of microbatches of so many samples.
 
-        What was cut along the batch is joined along it; what all of them read is added up.
+        What was cut along the batch is joined along it; what all of them read is added up. Raises
+        ConfigError for what a rule of the caller has cut otherwise.
         """
-        return [
-            _whole(leaf, [part[at] for part in parts], sizes) for at, leaf in enumerate(self.leaves)
-        ]
+        found: list[Tensor | None] = []
+        for at, leaf in enumerate(self._marked):
+            of_leaf = [part[at] for part in parts]
+            if isinstance(leaf, RoundPipePackedData):
+                found += of_leaf
+            else:
+                found.append(_whole(leaf, of_leaf, sizes))
+        return found
+
+
+def _wants_gradient(leaf: Any) -> bool:
+    if isinstance(leaf, RoundPipePackedData):
+        return any(map(_wants_gradient, leaf))
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _cut(leaf: Any) -> Any:
+    """The same without a graph."""
+    if isinstance(leaf, RoundPipePackedData):
+        return RoundPipePackedData(map(_cut, leaf))
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _whole(leaf: Tensor, parts: Gradients, sizes: Sequence[int]) -> Tensor | None:
@@ -63,6 +94,11 @@ def _whole(leaf: Tensor, parts: Gradients, sizes: Sequence[int]) -> Tensor | Non
             zeros if part is None else part for part, zeros in zip(parts, missing, strict=True)
         ]
         return torch.cat(joined).to(leaf.device)
+    if any(part.shape != leaf.shape for part in some):
+        raise ConfigError(
+            f"an argument of shape {tuple(leaf.shape)} wants a gradient and was not cut along its "
+            "first dimension\nhint: cut it before the call and pass RoundPipePackedData"
+        )
     total = some[0]
     for part in some[1:]:
         total = total + part
