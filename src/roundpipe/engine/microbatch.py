@@ -250,8 +250,6 @@ def _together(outputs: Sequence[Any], how: Any) -> Any:
 
 def _join(column: tuple[Any, ...]) -> Any:
     first = column[0]
-    if all(value is first for value in column):
-        return first
     if not isinstance(first, torch.Tensor):
         if not all(_is_same(value, first) for value in column):
             raise ConfigError(
@@ -260,7 +258,8 @@ def _join(column: tuple[Any, ...]) -> Any:
             )
         return first
     if first.dim() == 0:
-        return torch.stack(list(column)).mean() if first.is_floating_point() else first
+        is_one = all(value is first for value in column)
+        return first if is_one else torch.stack(list(column)).float().mean().to(first.dtype)
     longest = [max(sizes) for sizes in zip(*(leaf.shape[1:] for leaf in column), strict=True)]
     if any(list(leaf.shape[1:]) != longest for leaf in column):
         raise ConfigError(
