@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StepError,
     )
     from roundpipe.roundpipe import RoundPipe
+    from roundpipe.wrapped import OptimizerCtx
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "DevicePool",
     "ModelError",
     "ModelExecutePlan",
+    "OptimizerCtx",
     "PlanError",
     "RaceError",
     "RoundPipe",
@@ -65,6 +67,8 @@ def __getattr__(name: str) -> object:
             room = "roundpipe.roundpipe"
         case "RoundPipeRunConfig" | "ModelExecutePlan":
             room = "roundpipe.config"
+        case "OptimizerCtx":
+            room = "roundpipe.wrapped"
         case "RoundPipePackedData":
             room = "roundpipe.engine.microbatch"
         case "DevicePool":

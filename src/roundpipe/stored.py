@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
 from roundpipe.store.build import newest_state
-from roundpipe.wrapped import Wrapped
+from roundpipe.wrapped import Wrapped, wants_masters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,21 @@ class Stored(Wrapped):
         """The master weights, for an optimizer."""
         return [parameter for _, parameter in self.optim_named_parameters()]
 
-    def optim_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The master weights by the names they have in the model."""
+    def optim_named_parameters(
+        self,
+        prefix: str = "",
+        remove_duplicate: bool = True,  # a master is one, however often its weight is read
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The master weights by the names they have in the model, behind ``prefix`` and a dot."""
         for layer in self._layers:
-            yield from layer.masters.items()
+            for name, master in layer.masters.items():
+                yield (f"{prefix}.{name}" if prefix else name), master
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The working weights by the model's own names; in an ``OptimizerCtx`` the masters."""
+        if wants_masters():
+            return self.optim_named_parameters()
+        return super().named_parameters(*args, **kwargs)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the calls since the last step, by name; blocks until they are complete.

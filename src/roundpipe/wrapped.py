@@ -6,6 +6,7 @@ Whatever would run, move or pickle the wrapped module behind the wrapper's back 
 from __future__ import annotations
 
 import weakref
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
@@ -18,7 +19,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_in_optimizer: ContextVar[bool] = ContextVar("in_optimizer", default=False)
 _OWNER = "_roundpipe_owner"  # on the user's module: what wraps it
+
+
+class OptimizerCtx:
+    """Within it, ``parameters()`` and ``named_parameters()`` of a RoundPipe are the masters.
+
+    For code that makes optimizers of ``model.parameters()``. May be entered again and nested.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._tokens.append(_in_optimizer.set(True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _in_optimizer.reset(self._tokens.pop())
+
+
+def wants_masters() -> bool:
+    """Whether the caller is inside an ``OptimizerCtx``."""
+    return _in_optimizer.get()
 
 
 class _Owner:
