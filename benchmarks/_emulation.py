@@ -12,6 +12,7 @@ from roundpipe.device.emulated import emulate
 from roundpipe.engine.call import LossRule, ask_training
 from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
+from roundpipe.engine.microbatch import Cut
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.program import Program
 from roundpipe.engine.run import Call
@@ -118,9 +119,7 @@ class _Ghosts:
         masters = [master for layer in self.layers for master in layer.masters.values()]
         self._optimizer = HostOptimizer(AdamW(masters, lr=1e-6), self.layers)
         inputs = torch.ones(microbatches, 1)
-        self._asked = ask_training(
-            (inputs,), {}, None, ghost_loss, LossRule(num_microbatch=microbatches)
-        )
+        self._asked = ask_training((inputs,), {}, None, ghost_loss, LossRule(cut=Cut(microbatches)))
 
     def step(self, number: int, program: Program) -> Run:
         """Begin one step as `RoundPipe` does; returns when its losses are there."""

@@ -61,6 +61,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture
+def bits_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers of ours update by plain operations: tests then compare bits with torch's."""
+    from roundpipe.optim import chunks, single_pass
+
+    monkeypatch.setattr(chunks, "FUSED", False)
+
+    resolve = single_pass.resolve
+    monkeypatch.setattr(
+        single_pass,
+        "resolve",
+        lambda implementation: resolve("chunks" if implementation == "auto" else implementation),
+    )
+
+
 @pytest.fixture(autouse=True)
 def _ends_its_threads() -> Iterator[None]:
     """Fail a test that leaves a thread running which was not there before it."""

@@ -7,6 +7,7 @@ RoundPipeError
 |   +-- DeviceError   a device that was asked for cannot be used
 +-- PlanError         a schedule breaks a rule, or no plan fits
 |   +-- DeadlockError no stream of a schedule can move
++-- HostMemoryError   host memory does not suffice (also a MemoryError)
 +-- RaceError         two accesses to one buffer are not ordered by an event
 +-- StepError         an action failed while a step ran; ``__cause__`` is what it raised
     +-- StallError    nothing finished for the configured time
@@ -43,6 +44,10 @@ class PlanError(RoundPipeError):
 
 class DeadlockError(PlanError):
     """No stream of the schedule can move."""
+
+
+class HostMemoryError(RoundPipeError, MemoryError):
+    """Host memory does not suffice."""
 
 
 class RaceError(RoundPipeError):

@@ -8,49 +8,42 @@ import logging
 import threading
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
 
+from roundpipe.calling import Calling
 from roundpipe.chain import Chain
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.engine.call import (
-    LossRule,
-    ask_forward,
-    ask_training,
-    put_whole_loss,
-    total_loss,
-)
-from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.graph import Given, outputs_in_graph
-from roundpipe.engine.microbatch import joined
 from roundpipe.engine.pool import DevicePool
-from roundpipe.engine.random import pass_seed
-from roundpipe.engine.run import Call
-from roundpipe.engine.updates import StepResult, Update
+from roundpipe.engine.updates import StepResult
 from roundpipe.errors import ConfigError, ModelError, RoundPipeError
 from roundpipe.models.choose import spec_for
-from roundpipe.optim.host import HostOptimizer
 from roundpipe.planner import Planner
+from roundpipe.stepping import Stepping
 from roundpipe.store.build import build_store, relayout
-from roundpipe.stored import Stored
+from roundpipe.store.frozen import packed_in
+from roundpipe.store.pages import HostPages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
-    from torch import Tensor
+    from peft import PeftConfig
+    from torch.optim import Optimizer
 
-    from roundpipe.engine.microbatch import Microbatch
+    from roundpipe.optim.scaler import GradScaler
     from roundpipe.plan.timeline import Timeline
     from roundpipe.planner import ScheduleMaker
     from roundpipe.sim.search import Plan
+    from roundpipe.store.frozen import Base
 
 logger = logging.getLogger(__name__)
 
 
-class RoundPipe(Stored):
+class RoundPipe(Calling):
     """Train a model whose weights, gradients and optimizer state stay in host memory.
 
     ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split
@@ -62,9 +55,14 @@ class RoundPipe(Stored):
     and moments; None is fp32 for 16-bit parameters. ``schedule``: a name that
     ``roundpipe.sim.search.choose`` knows, or a function (costs, machine, microbatches) that returns
     a ``Schedule``. ``loss_reduction``: ``"sum"``, ``"mean"`` or ``"token_mean"``, see
-    ``forward_backward``. ``device_memory_limit``: bytes a device may hold.
-    ``seed``: of dropout and the like; None takes torch's. ``stall_seconds``: how long nothing may
-    finish before a step is given up.
+    ``forward_backward``. ``device_memory_limit``: bytes a device may hold. ``pin_model``: ``"off"``
+    page-locks no host memory, the two other words do, at exact size, as far as
+    ``pinned_memory_limit`` (bytes) allows. ``bases``: where frozen weights lie already, as
+    ``roundpipe.models.loading`` gives them. ``grad_scaler``: scales losses and unscales gradients
+    by itself (fp16). ``optim_state_dir``: masters and moments live there between updates.
+    ``commit="eager"`` updates a layer as soon as its own gradient is there: sooner done, but a step
+    that fails leaves weights of two versions. ``seed``: of dropout and the like; None takes
+    torch's. ``stall_seconds``: how long nothing may finish before a step is given up.
 
     Raises ModelError for a model that cannot be split exactly and DeviceError for a device that
     cannot be used. ``close`` or ``with`` ends it; wrapping a module again closes the first wrapper.
@@ -83,6 +81,11 @@ class RoundPipe(Stored):
         schedule: str | ScheduleMaker = "auto",
         loss_reduction: str | None = None,
         device_memory_limit: int | None = None,
+        pinned_memory_limit: int | None = None,
+        bases: list[Base] | None = None,
+        grad_scaler: GradScaler | None = None,
+        optim_state_dir: str | Path | None = None,
+        commit: str = "whole",
         seed: int | None = None,
         stall_seconds: float = 600.0,
     ) -> None:
@@ -92,20 +95,28 @@ class RoundPipe(Stored):
             raise ConfigError("the pool is closed\nhint: make a new DevicePool")
         if pin_model not in ("alloc", "register", "off"):
             raise ConfigError(f"pin_model must be 'alloc', 'register' or 'off': {pin_model!r}")
+        if commit not in ("whole", "eager"):
+            raise ConfigError(f"commit must be 'whole' or 'eager': {commit!r}")
         super().__init__(model)
         self.name = name or type(model).__name__
         self._config = model_run_config
-        self._spec = spec_for(model)
-        self._pool = pool or DevicePool(devices)
+        bases = [] if bases is None else bases
+        self._spec = spec_for(model, packed_in(bases))
+        self._pool = pool or DevicePool(devices, pinned_memory_limit=pinned_memory_limit)
         with ExitStack() as undo:  # a notebook keeps what failed alive, and its threads with it
             if pool is None:
                 undo.callback(self._pool.close)
+            pages = HostPages() if pin_model == "off" else self._pool.pages
             self._layers = build_store(
                 [layer.tensors for layer in self._spec.layers],
                 names=[layer.name for layer in self._spec.layers],
                 optim_dtype=optim_dtype,
+                bases=bases,
+                pages=pages,
             )
-            self._engine = Engine(self._pool, self._spec, self._layers, stall_seconds=stall_seconds)
+            self._engine = Engine(
+                self._pool, self._spec, self._layers, stall_seconds=stall_seconds, pages=pages
+            )
             limit = device_memory_limit
             self.planner = Planner(
                 self._spec, self._layers, self._pool, schedule=schedule, memory_limit=limit
@@ -114,129 +125,77 @@ class RoundPipe(Stored):
             undo.pop_all()
         self._reduction, self._seed = loss_reduction, seed
         self._num_calls, self._num_passes = itertools.count(), itertools.count()  # no gradient
-        self._optimizers: weakref.WeakKeyDictionary[Any, HostOptimizer] = (
-            weakref.WeakKeyDictionary()
+        self._stepping = Stepping(
+            self._layers,
+            synchronize=self.synchronize,
+            scaler=grad_scaler,
+            state_dir=None if optim_state_dir is None else Path(optim_state_dir),
+            is_eager=commit == "eager",
         )
         self._closer = weakref.finalize(self, _close, self._engine, None if pool else self._pool)
         self._closer.atexit = False  # devices have ended by then
 
-    # ---- calls
+    @classmethod
+    def from_pretrained(  # noqa: PLR0913 - names that Hugging Face's users know
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: torch.dtype | str = "auto",
+        quantization: Literal["nf4"] | None = None,
+        peft_config: PeftConfig | None = None,
+        mapped: bool | str = "auto",
+        cache_folder: Path | None = None,
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Wrap a causal LM whose weights are read from safetensors straight into host segments.
 
-    def forward_backward(
-        self,
-        input_args: Sequence[Any] = (),
-        input_kwargs: Mapping[str, Any] | None = None,
-        label: Any = None,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        return_outputs: bool = False,
-        run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
-    ) -> Any:
-        """Run forward and backward of one batch; gradients add up on the host until ``step``.
+        ``name_or_path``: a folder, or a model's id on the hub. ``dtype``: of the weights; "auto" as
+        its files say. ``quantization="nf4"`` packs the matrices of blocks into 4 bits, which
+        freezes them. ``peft_config`` adds adapters; all else is frozen then. ``mapped``: True
+        leaves frozen weights on disk, in files that are written once into ``cache_folder``
+        (default: below the home folder) and mapped; "auto" does so where memory has no room for
+        them. ``progress`` is called with bytes done and in all. ``settings`` as for the class.
 
-        ``loss_fn(outputs, labels)`` returns one microbatch's loss; without it a causal LM's own
-        loss is used, ``labels`` among ``input_kwargs``. Losses are summed where ``num_microbatch``
-        is given, else averaged by samples; a causal LM's own loss is the mean over the trained
-        tokens of the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or
-        (loss, outputs).
-
-        Blocks until every microbatch's loss is on the host; backward goes on. Raises StepError if
-        an action failed, of this step or of one before: then the state is that of the last
-        committed step.
+        Takes the model's size of memory, once. Blocks on the disk. Raises ConfigError for files
+        that are missing, broken or of a format that is not read.
         """
-        self._ready()
-        config = run_config.over(self._config)
-        kwargs = dict(input_kwargs or {})
-        asked = ask_training(
-            input_args,
-            kwargs,
-            label,
-            loss_fn,
-            LossRule(
-                num_microbatch=config.num_microbatch,
-                reduction=self._reduction,
-                divisor=self._chain.making.divisor,
-                computes_loss=self._spec.computes_loss,
-                takes_num_items=self._spec.takes_num_items,
-            ),
+        from roundpipe.models.loading.load import open_causal_lm  # noqa: PLC0415 (late imports)
+
+        opened = open_causal_lm(
+            name_or_path,
+            dtype=dtype,
+            quantization=quantization,
+            attn_implementation=attn_implementation,
+            revision=revision,
         )
-        self._chain.making.check(asked)
-        call = self._call(asked.microbatches, config, loss=asked.loss, keep_outputs=return_outputs)
-        # Memory made in a caller's inference mode could not be written to outside it, ever.
-        with torch.inference_mode(False), self._chain.interruptible():
-            run = self._chain.start_training(call, config)
-            self._engine.wait_results(run)
-            self._chain.making.count(asked)
-        loss = asked.reported(total_loss(run.losses))
-        loss = loss.to(config.output_device or "cpu")
-        if not return_outputs:
-            return loss
-        if loss_fn is None and config.merge_output is not False:
-            run.outputs[0].loss = loss  # each has its share
-        return loss, joined(run.outputs, config)
-
-    def forward(
-        self,
-        *args: Any,
-        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
-        **kwargs: Any,
-    ) -> Any:
-        """Run the model and return what it returns for the whole batch.
-
-        Under autograd, where anything is trained or an argument wants a gradient, the result is
-        part of the caller's graph: ``backward()`` from it runs backward over the devices, adds to
-        the gradients on the host as ``forward_backward`` does, and gives the arguments theirs. That
-        takes the inputs of all stages in host memory until then, and is slower than
-        ``forward_backward``, which runs forward, loss and backward of the last layers at once. Else
-        it uses the newest weights.
-
-        Waits for everything before it. A causal LM's loss, given ``labels``, is the mean over the
-        batch's trained tokens. ``backward()`` raises ConfigError if the weights were updated since.
-        """
-        self._ready()
-        config = roundpipe_run_config.over(self._config)
-        self.synchronize()
-        given = Given.of(args, kwargs)
-        is_joined = torch.is_grad_enabled() and config.requires_grad is not False
-        is_joined = is_joined and (self._trains() or bool(given.leaves))
-        with_loss = self._spec.computes_loss and kwargs.get("labels") is not None
-        rule = LossRule(
-            num_microbatch=config.num_microbatch,
-            reduction="token_mean",
-            computes_loss=with_loss,
-            takes_num_items=self._spec.takes_num_items,
-        )
-        asked = ask_forward(given.args, given.kwargs, rule)
-        if is_joined:
-            outputs = self._joined_to_graph(asked.microbatches, config, given)
+        is_frozen = peft_config is not None
+        if mapped is True and not is_frozen:
+            raise ConfigError(
+                "mapped weights cannot be trained: mapped=True\nhint: peft_config=LoraConfig(…)"
+            )
+        if mapped is True or (mapped == "auto" and is_frozen and not opened.fits_memory):
+            loaded = opened.load_mapped(cache_folder=cache_folder, progress=progress)
         else:
-            outputs = self._without_graph(asked.microbatches, config)
-        if asked.loss is not None and config.merge_output is not False:
-            put_whole_loss(outputs, asked.loss)
-        return joined(outputs, config)
+            loaded = opened.load(progress=progress)
+        model = loaded.model.train()
+        if peft_config is not None:
+            from peft import get_peft_model  # noqa: PLC0415 (takes seconds)
 
-    def _without_graph(self, parts: Sequence[Microbatch], config: RoundPipeRunConfig) -> list[Any]:
-        call = self._call(parts, config, newest=self._chain.staleness == 1)
-        with torch.inference_mode(False), self._chain.interruptible():
-            run = self._chain.start_forward(call, config)
-            self._engine.wait_results(run)
-            self._engine.drain()
-        return run.outputs
+            model = get_peft_model(model, peft_config)
+        return cls(model, bases=loaded.bases, **settings)
 
-    def _joined_to_graph(
-        self, parts: Sequence[Microbatch], config: RoundPipeRunConfig, given: Given
-    ) -> list[Any]:
-        call = self._call(parts, config, is_training=True, keep_outputs=True)
-        with self._chain.interruptible():
-            forward = self._chain.run_differentiable(call, config, given.wanted)
-        sizes = [part.num_samples for part in parts]
+    def attach_optimizer(self, optimizer: Optimizer, *, resume: bool = False) -> None:
+        """Take over an optimizer before the first step, which does it otherwise.
 
-        def backward(gradients: list[list[Tensor | None]]) -> Sequence[Tensor | None]:
-            self._ready()
-            with torch.inference_mode(False), self._chain.interruptible():
-                found = self._chain.run_backward(forward, gradients)
-            return given.gradients(found, sizes)
-
-        return outputs_in_graph(forward.run.outputs, given.leaves, backward)
+        ``resume``: its state, masters and working weights come from ``optim_state_dir``, where an
+        earlier run has left them. Blocks until that is read. Raises ConfigError where it is not
+        whole, or of another model or optimizer.
+        """
+        self._ready()
+        self._stepping.attach(optimizer, resume=resume)
 
     def step(
         self,
@@ -248,10 +207,11 @@ class RoundPipe(Stored):
     ) -> StepResult:
         """Update the weights with the gradients of the calls since the last step, and clear them.
 
-        An optimizer over ``optim_parameters()``: ``roundpipe.optim.AdamW`` updates layer by layer,
-        the layers that the next step needs first being first; any other ``torch.optim`` optimizer
-        as a whole. ``max_grad_norm`` clips the global norm. ``is_async``: the next call still uses
-        the weights of this one (staleness 1). A step whose norm is not finite is skipped.
+        An optimizer over ``optim_parameters()``: those of ``roundpipe.optim``, and of torch's all
+        that update each parameter by itself, go layer by layer, the layers that the next step needs
+        first being first; others step as a whole. ``max_grad_norm`` clips the global norm.
+        ``is_async``: the next call still uses the weights of this one (staleness 1). A step whose
+        norm is not finite is skipped.
 
         Returns at once; reading a field of the result waits. A function is called with ``*args``
         when all gradients are on the host, in ``.grad`` of ``optim_parameters()``.
@@ -260,23 +220,16 @@ class RoundPipe(Stored):
         if not self._chain.making.runs:
             raise ConfigError("nothing to step with\nhint: call forward_backward(...) first")
         if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
+            self._stepping.require_masters_here()
             function = functools.partial(step_fn_or_optimizer, *args, **kwargs)
             return StepResult(self._chain.step_by_hand(function, max_norm=max_grad_norm))
-        host = self._optimizers.get(step_fn_or_optimizer)
-        if host is None:
-            host = HostOptimizer(step_fn_or_optimizer, self._layers)
-            self._optimizers[step_fn_or_optimizer] = host
-        update = Update(
-            self._layers,
-            host.begin(),
-            max_norm=max_grad_norm,
-            scale=self._chain.making.token_scale,
-            publish=not is_async,
-        )
         with torch.inference_mode(False), self._chain.interruptible():
-            if is_async:
-                for layer in self._layers:
-                    layer.split_masters()
+            update = self._stepping.update(
+                step_fn_or_optimizer,
+                max_norm=max_grad_norm,
+                scale=self._chain.making.token_scale,
+                is_async=is_async,
+            )
             self._chain.step(update, is_async=is_async)
         return StepResult(update, self._engine)
 
@@ -306,6 +259,10 @@ class RoundPipe(Stored):
             self._engine.drain(patient=False)
         except RoundPipeError:
             logger.exception("closing %s", self.name)
+        try:
+            self._stepping.close()
+        except (RoundPipeError, OSError):
+            logger.exception("closing %s: its optimizer's state", self.name)
         finally:
             self._closer()
             self.disown()
@@ -327,43 +284,6 @@ class RoundPipe(Stored):
     def timeline(self) -> Timeline:
         """What ran when, of the training calls that are still remembered."""
         return self._chain.timeline()
-
-    # ---- inside
-
-    def _ready(self) -> None:
-        if not self._closer.alive or self._pool.is_closed:
-            raise ConfigError(f"{self.name} is closed\nhint: wrap the model again")
-        self._engine.raise_failure()
-        self._chain.notice_recovery()
-        changed = self._spec.changed_since_wrapping()
-        if changed is not None:
-            raise ModelError(
-                f"the module was changed after it was wrapped: {changed}\n"
-                "hint: close() the RoundPipe, change the module, wrap it again"
-            )
-
-    def _trains(self) -> bool:
-        return any(layer.trainable for layer in self._layers)
-
-    def _call(
-        self,
-        parts: Sequence[Microbatch],
-        config: RoundPipeRunConfig,
-        *,
-        is_training: bool = False,
-        **more: Any,
-    ) -> Call:
-        seed = torch.initial_seed() if self._seed is None else self._seed
-        # What training draws must not hang on how often one has evaluated.
-        trains = is_training or "loss" in more
-        return Call(
-            microbatches=parts,
-            caller=CallerState.capture(),
-            seed=seed if trains else pass_seed(seed),
-            step=next(self._num_calls if trains else self._num_passes),
-            recompute_by_layer=config.recompute_grain == "layer",
-            **more,
-        )
 
 
 def _close(engine: Engine, pool: DevicePool | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
-from roundpipe.store.build import newest_state
+from roundpipe.store.build import newest_state, require_writable
 from roundpipe.wrapped import Wrapped, wants_masters
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Stored(Wrapped):
                 "assign=True would take the weights out of their segments\nhint: leave it out"
             )
         self.synchronize()
+        require_writable(self.model, self._layers, state_dict)
         for layer in self._layers:  # what is not loaded keeps its newest value
             layer.publish()
         result = self.model.load_state_dict(state_dict, strict=strict)

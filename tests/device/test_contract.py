@@ -18,6 +18,7 @@ from roundpipe.device.emulated import EmulatedDevice, emulate
 from roundpipe.device.fake import FakeDevice
 from roundpipe.errors import DeviceError
 from roundpipe.plan.machine import Card, Host, Link, Machine
+from roundpipe.store.pages import PAGE, Block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -320,6 +321,25 @@ def test_poison_is_nan_in_every_float_dtype(device: Device, dtype: torch.dtype) 
     device.free(fresh)
     device.record("compute").wait()
     assert bool(fresh.view(dtype).isnan().all())
+
+
+def test_host_memory_is_page_locked_only_where_that_makes_copies_faster(device: Device) -> None:
+    assert device.pins is (device.torch_device.type == "cuda")
+    if not device.pins:
+        return
+    block = Block(5 * PAGE)
+    device.register(block.address, block.whole_bytes)
+    assert block.tensor.is_pinned()
+    with pytest.raises(DeviceError, match="already"):
+        device.register(block.address, block.whole_bytes)
+    buffer = device.allocate(5 * PAGE)
+    block.tensor.fill_(7)
+    device.launch("up", lambda: buffer.copy_(block.tensor, non_blocking=True))
+    device.record("up").wait()
+    assert bool((buffer == 7).all())
+    device.free(buffer)
+    device.unregister(block.address)
+    assert not block.tensor.is_pinned()
 
 
 def test_keys_and_held_tensors_are_accepted_by_every_kind(device: Device) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 from roundpipe.device import cuda
-from roundpipe.device.cuda import CudaDevice, CudaState, CudaTiming, cause_of_none, cuda_state
+from roundpipe.device.cuda import CudaDevice, CudaState, cause_of_none, cuda_state
 from roundpipe.errors import DeviceError
 
 no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a card")
@@ -73,27 +73,51 @@ def test_a_card_that_is_not_there_and_one_that_cannot_compute_are_refused(
         CudaDevice(0)
 
 
-class Event:
-    """A card's event, passed at ``milliseconds``; None: not yet."""
+class Runtime:
+    """CUDA's runtime, as far as page-locking goes: refuses every second registration."""
 
-    def __init__(self, milliseconds: float | None) -> None:
-        self.milliseconds = milliseconds
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
 
-    def query(self) -> bool:
-        return self.milliseconds is not None
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(("register", address, num_bytes, flags))
+        return 0 if len(self.calls) % 2 else 2
 
-    def elapsed_time(self, later: Event) -> float:
-        if self.milliseconds is None or later.milliseconds is None:
-            raise ValueError("both events must be completed")  # as torch does
-        return later.milliseconds - self.milliseconds
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unregister", address))
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return {2: "out of memory"}[error]
 
 
-def test_the_times_of_work_under_way_are_not_a_number() -> None:
-    origin: Any = cuda._Origin(Event(0.0), 10.0)  # type: ignore[arg-type]
-    start, end = Event(2000.0), Event(None)
-    timing = CudaTiming(origin, start, end)  # type: ignore[arg-type]
-    assert math.isnan(timing.start_seconds)
-    assert math.isnan(timing.end_seconds)
-    end.milliseconds = 2500.0
-    assert timing.start_seconds == pytest.approx(12.0)
-    assert timing.end_seconds == pytest.approx(12.5)
+def test_memory_is_page_locked_by_registration_and_a_refusal_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, blamed = Runtime(), []
+
+    def zeros(*_: object, **where: object) -> None:
+        blamed.append(where["device"])
+        raise RuntimeError("CUDA error: out of memory")  # of the call before it
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    card = object.__new__(CudaDevice)
+    card._torch_device, card._left_behind = torch.device("cuda:1"), False
+    card.register(4096, 8192)
+    with pytest.raises(DeviceError, match=r"^out of memory$"):
+        card.register(65536, 4096)
+    card.unregister(4096)
+    portable = 1
+    assert runtime.calls == [
+        ("register", 4096, 8192, portable),
+        ("register", 65536, 4096, portable),
+        ("unregister", 4096),
+    ]
+    assert blamed == [torch.device("cuda:1")]
+    card._left_behind = True  # a copy that nobody waits for may still use it
+    card.unregister(0)
+    assert len(runtime.calls) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,12 @@ from roundpipe.device.fake import FakeDevice, Ledger
 from roundpipe.engine.microbatch import sizes
 from roundpipe.engine.program import Program
 from roundpipe.engine.run import Run
+from roundpipe.engine.updates import StepResult, Update
 from roundpipe.optim import AdamW
+from roundpipe.optim.host import HostOptimizer
 from roundpipe.plan.actions import Action
 from roundpipe.plan.check import check
-from roundpipe.plan.generators import round_robin
+from roundpipe.plan.generators import Replicas, round_robin
 from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.roundpipe import RoundPipe
 
@@ -76,6 +79,7 @@ class Trainer:
 
     def __init__(self, devices, *, model=None, staleness=0, microbatches=3, plan=PLAN, **options):
         self.staleness, self.clip = staleness, options.pop("clip", None)
+        self.is_eager, self.scaler = options.pop("eager", False), options.pop("scaler", None)
         self.loss_fn = options.pop("loss_fn", mse_loss)
         grain = options.pop("recompute_grain", None)
         self.config = RoundPipeRunConfig(
@@ -85,6 +89,8 @@ class Trainer:
         self.optimizer = AdamW(self.pipe.optim_parameters(), lr=1e-2, weight_decay=0.1)
         self.done = 0
         self.pipe._chain._num_runs = 100  # past planning anew from measured times
+        if self.scaler is not None:
+            self.scale_losses()
         self.use_schedule()
 
     def call(self, step=None):
@@ -94,11 +100,44 @@ class Trainer:
         ).item()
 
     def step(self):
-        result = self.pipe.step(
-            self.optimizer, is_async=self.staleness == 1, max_grad_norm=self.clip
-        )
+        if self.is_eager:
+            result = self.step_with(is_eager=True)
+        elif self.scaler is not None:
+            result = self.step_with(scaler=self.scaler)
+        else:
+            result = self.pipe.step(
+                self.optimizer, is_async=self.staleness == 1, max_grad_norm=self.clip
+            )
         self.done += 1
         return result
+
+    def scale_losses(self):
+        """Multiply the losses of all training calls."""
+        make = self.pipe._call
+
+        def scaled(*args, **more):
+            call = make(*args, **more)
+            return replace(call, loss_scale=self.pipe._engine.loss_scale(self.scaler))
+
+        self.pipe._call = scaled
+
+    def step_with(self, **how):
+        """A step whose update is made by hand: what `RoundPipe.step` does, with ``how`` besides."""
+        pipe, is_async = self.pipe, self.staleness == 1
+        optimizer = HostOptimizer(self.optimizer, pipe._layers).begin()
+        update = Update(
+            pipe._layers,
+            optimizer,
+            max_norm=self.clip,
+            scale=pipe._chain.making.token_scale,
+            publish=not is_async,
+            **how,
+        )
+        if is_async:
+            for layer in pipe._layers:
+                layer.split_masters()
+        pipe._chain.step(update, is_async=is_async)
+        return StepResult(update, pipe._engine)
 
     def train(self, steps):
         losses = []
@@ -124,18 +163,22 @@ class Trainer:
 
         self.pipe._chain._planner.training = training
 
-    def lowered(self, kind, start, *, rounds=1, chunk_bytes=1 << 22, checked=True):
+    def lowered(
+        self, kind, start, *, rounds=1, chunk_bytes=1 << 22, checked=True, eager=None, replicas=()
+    ):
         """A chain of steps, the last of which starts its deal on device ``start``."""
         computation = {
             "devices": len(self.pipe._pool.devices),
             "microbatches": kind.num_microbatches,
             "rounds": rounds,
+            "replicas": Replicas(*replicas),
             "start_device": start,
         }
         options = Options(
             costs=self.pipe._chain._planner.costs,
             staleness=kind.staleness,
             accumulate=kind.accumulate,
+            eager=self.is_eager if eager is None else eager,
             min_chunk_bytes=chunk_bytes,
         )
         lowered = _lowered if checked else _lowered_only
@@ -172,6 +215,27 @@ class Plain:
             nn.utils.clip_grad_norm_(self.newest.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def call_in_groups(self, step, groups):
+        """A call whose gradients add up in groups of microbatches, then group by group.
+
+        ``groups``: of each layer, in the order in which they are added.
+        """
+        named, parts, losses = dict(self.read.named_parameters()), [], []
+        lengths = sizes(NUM_SAMPLES, self.microbatches)
+        for x, y in zip(*(t.split(lengths) for t in batch(step)), strict=True):
+            loss = mse_loss(self.read(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+            parts.append({name: p.grad for name, p in named.items()})
+            self.read.zero_grad()
+        for name, parameter in named.items():
+            sums = []
+            for group in groups[int(name.partition(".")[0])]:
+                some = [parts[m][name] for m in group if parts[m][name] is not None]
+                sums += [sum(some[1:], some[0])] if some else []
+            parameter.grad = sum(sums[1:], sums[0]) if sums else None
+        return sum(losses[1:], losses[0]).item()
 
     def refresh(self):
         """Read the newest weights from now on."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
+import bitsandbytes
 import pytest
 from torch import nn
 
@@ -31,6 +33,20 @@ def test_a_layers_time_is_as_its_matrices_and_its_bytes_are_those_it_moves():
     )
     assert [c.weight_bytes for c in costs.layers] == [x.slot_layout.num_bytes for x in layers]
     assert costs.owners == {0, 1, 2}
+
+
+def test_packed_matrices_count_as_what_they_unpack_to():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 96, bias=False))
+    plain, _ = costs_of(copy.deepcopy(model).requires_grad_(False))
+    packed = nn.Sequential(
+        *(bitsandbytes.nn.Linear4bit(m.in_features, m.out_features, bias=False) for m in model)
+    )
+    packed.load_state_dict(model.state_dict())
+    costs, layers = costs_of(packed.to("cpu").requires_grad_(False))
+    for ours, whole, layer in zip(costs.layers, plain.layers, layers, strict=True):
+        assert ours.forward_seconds == whole.forward_seconds
+        assert ours.weight_bytes == layer.slot_layout.num_bytes < 0.25 * whole.weight_bytes
+    assert [cost.peak_bytes for cost in costs.layers] == [4 * 64 * 64, 4 * 64 * 96]
 
 
 def test_a_table_in_front_computes_nothing():
@@ -98,6 +114,14 @@ def test_bytes_that_were_weighed_take_the_place_of_those_not_known():
     gradient = 8 * 8 * 4  # the largest parameter's
     assert [c.peak_bytes for c in costs.layers] == [gradient] * 2
     assert [c.peak_bytes for c in found.layers] == [gradient + 160, gradient + 100]
+
+
+def test_what_a_layer_says_it_took_for_a_moment_counts_where_it_is_more():
+    costs, _ = costs_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    sizes = Sizes(kept={0: 100, 1: 200}, largest={0: 80, 1: 50}, work={0: 90, 1: 1000})
+    gradient = 8 * 8 * 4
+    found = weighed(costs, sizes)
+    assert [c.peak_bytes for c in found.layers] == [gradient + 160, gradient + 1000]
 
 
 def test_visits_on_cards_tell_their_layers_apart_where_they_are_cut_differently():

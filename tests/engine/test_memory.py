@@ -12,6 +12,7 @@ from roundpipe.device.emulated import emulate
 from roundpipe.engine.call import LossRule, ask_training
 from roundpipe.engine.caller import CallerState
 from roundpipe.engine.engine import Engine
+from roundpipe.engine.microbatch import Cut
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.program import Program
 from roundpipe.engine.run import Call
@@ -90,7 +91,7 @@ def peak_bytes(costs, computation, steps=3):
         lowered = lower_chain(computation, Options(costs=costs))[-1]
         turn = lowered.next_start_device - lowered.start_device
         inputs = (torch.ones(lowered.num_microbatches, 1),)
-        rule = LossRule(num_microbatch=lowered.num_microbatches)
+        rule = LossRule(cut=Cut(lowered.num_microbatches))
         asked = ask_training(inputs, {}, None, ghost_loss, rule)
         for step in range(steps):
             program = Program(at_start_device(lowered, turn * step % count), costs)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from roundpipe.device.cpu import CpuDevice
 from roundpipe.device.fake import FakeDevice
@@ -12,6 +15,7 @@ from roundpipe.engine import pool as pool_module
 from roundpipe.engine.pool import RESULTS, DevicePool
 from roundpipe.engine.program import HOST
 from roundpipe.errors import DeviceError
+from roundpipe.store.pages import PAGE
 
 
 def our_threads():
@@ -50,6 +54,45 @@ def test_beside_fake_devices_the_host_is_one_of_them(rig):
 def test_beside_cpu_devices_the_host_computes_with_one_thread():
     with DevicePool([CpuDevice("a", threads=3)]) as pool:
         assert pool.host.threads == 1
+
+
+def test_beside_cards_the_host_has_cores_of_its_own_whatever_the_launcher_set(monkeypatch):
+    monkeypatch.setattr(pool_module, "usable_cores", lambda: 12)
+    card = SimpleNamespace(torch_device=torch.device("cuda:0"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        host = pool_module._host_for([card])
+        seen = []
+        host.launch("x", lambda: seen.append(torch.get_num_threads()))
+        host.close()
+        assert seen == [10]
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_pool_page_locks_host_memory_up_to_its_limit_and_unlocks_it_at_the_end():
+    device = FakeDevice(pinned_bytes=1 << 40)
+    with DevicePool([device], pinned_memory_limit=2 * PAGE) as pool:
+        kept = [pool.pages.allocate(PAGE, urgent=True) for _ in range(3)]
+        assert [pool.pages.is_locked(each) for each in kept] == [True, True, False]
+    assert device.registered == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no such call")
+def test_the_thread_of_a_card_stays_on_the_cores_near_it(monkeypatch):
+    cores = os.sched_getaffinity(0)
+    near, seen = {max(cores)}, {}
+    monkeypatch.setattr(pool_module, "CudaDevice", CpuDevice)
+    monkeypatch.setattr(pool_module, "card_facts", lambda device: SimpleNamespace(bus="a place"))
+    monkeypatch.setattr(
+        pool_module, "cores_near", lambda bus: frozenset(near) if bus == "a place" else frozenset()
+    )
+    with DevicePool("cpu") as pool:
+        for name in (0, HOST):
+            pool.worker(name).put(lambda name=name: seen.update({name: os.sched_getaffinity(0)}))
+    assert seen == {0: near, HOST: cores}
 
 
 def test_what_was_put_before_the_end_is_run():

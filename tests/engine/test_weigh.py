@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from roundpipe.engine.weigh import Scale, Sizes
+from roundpipe.models.sequential import sequential_spec
+from roundpipe.models.spec import Inputs
+from roundpipe.store.packed import PackedTensor, pack
 
 X = torch.randn(4, 8)  # 128 bytes
 
@@ -38,6 +41,17 @@ def test_weights_in_their_slot_are_not_counted():
     linear.weight.data = slot.narrow(0, 256, 256).view(torch.float32).view(8, 8)
     bound, _ = weigh(linear, own=(slot, None))
     assert (loose.kept[0], bound.kept[0]) == (128 + 256, 128)
+
+
+def test_packed_weights_are_not_counted_and_what_else_a_layer_keeps_is():
+    linear = nn.Linear(8, 64, bias=False).requires_grad_(False)
+    (layer,) = sequential_spec(nn.Sequential(linear)).layers
+    shell = layer.make_shell(torch.device("cpu"))
+    how, parts = pack("0.weight", linear.weight)
+    shell.bind({"0.weight": PackedTensor(how, parts)})
+    sizes, _ = weigh(lambda x: shell(None, Inputs((x.sin(),)), None).tanh())
+    assert sizes.kept == {0: 128 + 1024}  # what sin read, what tanh gave
+    assert sizes.largest == {0: 1024}
 
 
 def test_a_view_counts_as_the_storage_that_it_keeps():

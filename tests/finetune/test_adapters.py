@@ -104,3 +104,48 @@ def test_a_tied_weight_counts_once(tiny: ModuleType) -> None:
 def test_counts_read_like_a_person_says_them() -> None:
     assert str(ParameterCounts(4_884_480, 139_399_488)) == "4.88 M of 139 M trained"
     assert str(ParameterCounts(950, 7_241_732_096)) == "950 of 7.24 B trained"
+
+
+class Mixture(torch.nn.Module):
+    """A block whose experts and router are linear modules, as models with own code have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = torch.nn.Linear(8, 8)
+        self.gate = torch.nn.Linear(8, 4)
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
+        self.shared_experts = torch.nn.ModuleDict({"gate_proj": torch.nn.Linear(8, 8)})
+        self.shared_expert_gate = torch.nn.Linear(8, 1)
+
+
+def adapted_in(model: Any) -> set[str]:
+    names = [n for n, _ in model.named_parameters() if "lora_A" in n]
+    return {n.removeprefix("base_model.model.").partition(".lora_A")[0] for n in names}
+
+
+def test_on_a_mixture_all_linear_leaves_routers_and_routed_experts_alone(
+    tiny: ModuleType, config_of: Any
+) -> None:
+    model = tiny.tiny_model()
+    model.model.layers[0].mlp = Mixture()
+    adapted = adapted_in(add_adapter(model, config_of(), FOLDER, seed=1))
+    inside = {name.removeprefix("model.layers.0.mlp.") for name in adapted if ".0.mlp." in name}
+    assert inside == {"q_proj", "shared_experts.gate_proj"}
+
+
+def test_what_is_excluded_by_the_user_and_modules_that_are_named_stay(
+    tiny: ModuleType, config_of: Any
+) -> None:
+    for changes, expected in (
+        ({"peft": {"exclude_modules": ["gate"]}}, {"experts.3", "shared_expert_gate"}),
+        ({"target_modules": ["gate", "experts.1"]}, {"gate", "experts.1"}),
+    ):
+        model = tiny.tiny_model()
+        model.model.layers[0].mlp = Mixture()
+        adapted = adapted_in(add_adapter(model, config_of(**changes), FOLDER, seed=1))
+        assert {f"model.layers.0.mlp.{name}" for name in expected} <= adapted
+
+
+def test_a_dense_model_excludes_nothing(tiny: ModuleType, config_of: Any) -> None:
+    wrapped = add_adapter(tiny.tiny_model(), config_of(), FOLDER, seed=1)
+    assert wrapped.peft_config["default"].exclude_modules is None

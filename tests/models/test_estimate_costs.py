@@ -129,7 +129,8 @@ def test_adapters_on_4_bit_weights_are_small_and_take_longer():
     assert total(lora, "gradient_bytes") == total(qlora, "gradient_bytes")
     for i in blocks:
         assert qlora.layers[i].forward_seconds > lora.layers[i].forward_seconds
-        assert qlora.layers[i].peak_bytes - lora.layers[i].peak_bytes == 2 * 4096 * 14336
+        # a forward has all of its layer's weights unpacked
+        assert qlora.layers[i].peak_bytes - lora.layers[i].peak_bytes == 2 * elements // 32
     assert lora.owners == frozenset(blocks)
     assert lora.first_trainable == 1
 

@@ -28,6 +28,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def _bits(bits_of_torch):
+    """Optimizers of ours have the bits of torch's."""
+
+
+@pytest.fixture(autouse=True)
 def _one_thread():
     """The same sums whatever runs them: each CPU device gets one thread, the plain loop too."""
     threads = torch.get_num_threads()

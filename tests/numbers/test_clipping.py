@@ -7,9 +7,15 @@ import torch
 
 import roundpipe
 
+
+class Unknown(torch.optim.AdamW):
+    """An optimizer that steps as a whole, as anything not known does."""
+
+
 KINDS = {
     "layered": (roundpipe.optim.AdamW, {"foreach": False, "fused": False}),
-    "whole": (torch.optim.AdamW, {"foreach": False, "fused": False}),
+    "by parameter": (torch.optim.AdamW, {"foreach": False, "fused": False}),
+    "whole": (Unknown, {"foreach": False, "fused": False}),
 }
 
 

@@ -15,6 +15,10 @@ from roundpipe.errors import PlanError
 PLAIN_ADAMW = {"foreach": False, "fused": False}
 
 
+class Unknown(torch.optim.NAdam):
+    """An optimizer that steps as a whole, as anything not known does."""
+
+
 def half(step):
     return 0.5**step
 
@@ -24,6 +28,8 @@ OPTIMIZERS = {
     "torch AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, **PLAIN_ADAMW}),
     "SGD with momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "unknown": (Unknown, {"lr": 1e-2}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
 }
 SCHEDULERS = {
     "none": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0),
@@ -49,6 +55,8 @@ CASES = [
     ("torch AdamW", "halving", 2),
     ("SGD with momentum", "cosine", 3),
     ("NAdam", "cosine", 3),
+    ("unknown", "cosine", 3),
+    ("Adafactor", "halving", 2),
 ]
 
 

@@ -55,7 +55,19 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
-MAKERS = {"layered": (adamw, ours), "whole": (momentum, momentum)}
+class Unknown(torch.optim.SGD):
+    """An optimizer that steps as a whole, as anything not known does."""
+
+
+def unknown(parameters):
+    return Unknown(parameters, lr=1e-2, momentum=0.9)
+
+
+MAKERS = {
+    "layered": (adamw, ours),
+    "by parameter": (momentum, momentum),
+    "whole": (momentum, unknown),
+}
 LENGTHS = [9, 14, 5, 7]
 
 

@@ -14,7 +14,21 @@ from roundpipe.optim.whole import WholeUpdate
 from roundpipe.store.build import build_store
 from roundpipe.store.layer import HostLayer
 
-OPTIMIZERS = [AdamW, torch.optim.AdamW]
+pytestmark = pytest.mark.usefixtures("bits_of_torch")
+
+
+class Unknown(torch.optim.AdamW):
+    """An optimizer that steps as a whole, as anything not known does."""
+
+
+class Chunked(AdamW):
+    """Ours as it has torch's bits; the compiled one may differ in the last."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, implementation="chunks", **options)
+
+
+OPTIMIZERS = [Chunked, torch.optim.AdamW, Unknown]
 
 
 class Model:
@@ -68,7 +82,7 @@ def run_update(host: HostOptimizer, update, **options) -> None:
 
 
 def plain_optimizer(kind, parameters, **options):
-    kind = torch.optim.AdamW if kind is AdamW else kind
+    kind = torch.optim.AdamW if kind in OPTIMIZERS else kind
     return kind(parameters, foreach=False, **options)
 
 
@@ -77,9 +91,9 @@ def plain_optimizer(kind, parameters, **options):
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, torch.optim.SGD])
 def test_steps_equal_a_plain_optimizer_bit_for_bit(kind, max_norm, dtype):
     model = Model(dtype)
-    options = {} if kind is AdamW else {"foreach": False}
+    options = {} if kind is Chunked else {"foreach": False}
     host = HostOptimizer(kind(model.masters, lr=1e-2, **options), model.layers)
-    assert host.is_layered is (kind is AdamW)
+    assert host.is_layered is (kind is not Unknown)
     plain = plain_optimizer(kind, model.plain.parameters(), lr=1e-2)
     for step in range(5):
         model.give_gradients(step, skip="1.weight" if step % 2 else "")
@@ -161,9 +175,9 @@ def test_the_learning_rate_is_the_one_at_the_call(kind):
 
 def test_an_update_that_failed_goes_on_with_the_parameter_it_failed_at(monkeypatch):
     model = Model(torch.bfloat16)
-    optimizer = AdamW(model.masters, lr=1e-2)
+    optimizer = Chunked(model.masters, lr=1e-2)
     host = HostOptimizer(optimizer, model.layers)
-    plain = plain_optimizer(AdamW, model.plain.parameters(), lr=1e-2)
+    plain = plain_optimizer(Chunked, model.plain.parameters(), lr=1e-2)
     model.give_gradients(0)
     update = host.begin()
     update.update_layer(0)
@@ -187,7 +201,7 @@ def test_an_update_that_failed_goes_on_with_the_parameter_it_failed_at(monkeypat
 
 def test_a_layer_that_is_done_is_not_updated_again_nor_its_next_gradients_touched():
     model = Model(torch.float32)
-    host = HostOptimizer(AdamW(model.masters, lr=1e-2), model.layers)
+    host = HostOptimizer(Chunked(model.masters, lr=1e-2), model.layers)
     model.give_gradients(0)
     update = host.begin()
     run_update(host, update)
@@ -216,7 +230,8 @@ def test_masters_the_optimizer_does_not_hold_stay_and_their_gradients_are_droppe
     [
         (AdamW, "roundpipe.optim.AdamW(model.optim_parameters(), lr=0.01)"),
         (torch.optim.AdamW, "roundpipe.optim.AdamW(model.optim_parameters(), lr=0.01)"),
-        (torch.optim.SGD, "torch.optim.SGD(model.optim_parameters(), lr=0.01)"),
+        (torch.optim.SGD, "roundpipe.optim.SGD(model.optim_parameters(), lr=0.01)"),
+        (torch.optim.RMSprop, "torch.optim.RMSprop(model.optim_parameters(), lr=0.01)"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -241,11 +256,16 @@ def test_an_optimizer_of_another_model_is_refused_also_when_it_grows_later():
         host.begin()
 
 
+def begun(optimizer, model):
+    return type(HostOptimizer(optimizer, model.layers).begin())
+
+
 def test_begin_returns_the_kind_that_the_optimizer_allows():
     model = Model(torch.float32)
-    assert isinstance(HostOptimizer(AdamW(model.masters), model.layers).begin(), LayeredUpdate)
-    sgd = torch.optim.SGD(model.masters)
-    assert isinstance(HostOptimizer(sgd, model.layers).begin(), WholeUpdate)
+    for kind in (AdamW, torch.optim.SGD, torch.optim.Adafactor):
+        assert begun(kind(model.masters), model) is LayeredUpdate
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam, Unknown):
+        assert begun(kind(model.masters), model) is WholeUpdate
 
 
 def test_a_tied_parameter_is_updated_once_with_both_gradients():
@@ -257,7 +277,8 @@ def test_a_tied_parameter_is_updated_once_with_both_gradients():
         layer.slot_gradient_layout.view(buffer)["t"].fill_(0.25)
         for owner, name, view in layer.partials(["t"], buffer):
             layers[owner].add_partials_({name: [view]})
-    HostOptimizer(optimizer, layers).begin().update_whole()
+    host = HostOptimizer(optimizer, layers)
+    run_update(host, host.begin())
     assert table.tolist() == [0.5] * 4
 
 

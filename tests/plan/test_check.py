@@ -7,6 +7,9 @@ import pytest
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Action, Op
 from roundpipe.plan.check import ORDER, STRUCTURE, check
+from roundpipe.plan.generators import Replicas, round_robin
+from roundpipe.plan.partition import Partition
+from roundpipe.plan.passes import Options, lower_chain
 from roundpipe.plan.schedule import Phase
 
 
@@ -116,6 +119,23 @@ def test_a_visit_that_computes_on_another_device(chain) -> None:
 @pytest.mark.parametrize("text", ["N1", "S0"])
 def test_a_gradient_that_is_not_used(chain, text: str) -> None:
     assert "every_gradient_is_used" in broken_rules(chain, without(chain[-1], text))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("more", [{}, {"rounds": 2}, {"replicas": Replicas(2, 2, 2)}], ids=str)
+def test_eager_steps_need_no_norms_but_every_update(costs_of, staleness, more) -> None:
+    partition = Partition((range(2),), range(2, 3), (range(1, 2), range(1)))
+    computation = round_robin(partition, costs_of(3), devices=2, microbatches=4, **more)
+    chain = lower_chain(computation, Options(costs=costs_of(3), staleness=staleness, eager=True))
+    check(chain)
+    assert "every_gradient_is_used" in broken_rules(chain, without(chain[-1], "S1"))
+
+
+def test_partial_sums_written_over_before_they_are_added_up(small_chain) -> None:
+    chain = small_chain(devices=1, microbatches=4, rounds=2)
+    assert str(parse("M1")) in map(str, chain[-1].waits[parse("O3#0")])
+    broken = broken_rules(chain, with_waits(chain[-1], "O3#0", "B3.1"))
+    assert {"accesses_are_ordered"} <= broken
 
 
 def test_an_update_before_all_norms_are_known(chain) -> None:

@@ -36,8 +36,16 @@ def test_at_staleness_1_updates_leave_the_working_weights_to_publishing(small_ch
 
 def test_merged_gradients_come_as_partial_sums(small_chain) -> None:
     prints = Footprints(small_chain(microbatches=4, rounds=2)[-1], Turns())
-    assert touched(prints, "O6#0")[1] == {("partial", 6)}
-    assert touched(prints, "M6") == ({("partial", 2), ("partial", 6)}, {("gradient", 1)})
+    assert touched(prints, "O6#0")[1] == {("partial", 0)}
+    assert touched(prints, "M6") == ({("partial", 0)}, {("gradient", 1)})
+
+
+def test_partial_sums_are_brought_to_two_places_a_device_in_turn(small_chain) -> None:
+    for devices in (1, 2, 3):
+        schedule = small_chain(devices=devices, microbatches=4, rounds=2)[-1]
+        prints = Footprints(schedule, Turns())
+        places = [touched(prints, f"O{visit}#0")[1] for visit in (1, 2, 3, 5, 6, 7)]
+        assert places == [{("partial", turn % (2 * devices))} for turn in range(6)]
 
 
 def test_turns_go_on_from_step_to_step(small_chain) -> None:

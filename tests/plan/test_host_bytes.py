@@ -34,8 +34,13 @@ def test_a_plain_step_keeps_what_layers_keep_and_the_inputs_of_backward_stages()
 def test_rounds_bound_saved_inputs_and_bring_gradients_down_in_parts() -> None:
     need = host_bytes(COSTS, visits(rounds=2))
     assert need.saved_inputs == 60
-    # Two parts a layer in fp32, and a sum in fp32 where one in 16 bits would do.
-    assert need.partial_sums == 4 * (2 * 400 + 200)
+    # Four places for six visits, and a sum in fp32 where one in 16 bits would do.
+    assert need.partial_sums == (400 + 800 + 800 + 400) + 4 * 200
+
+
+def test_more_rounds_take_no_more_places() -> None:
+    two, four = (host_bytes(COSTS, visits(rounds=rounds)).partial_sums for rounds in (2, 4))
+    assert four <= two + 400 + 400  # each place is as large as the largest visit, at most
 
 
 def test_each_replica_of_a_backward_stage_brings_a_part_down() -> None:
@@ -63,4 +68,4 @@ def test_frozen_layers_bring_nothing_down() -> None:
     frozen = LayerCost(forward_seconds=1.0, backward_seconds=2.0, boundary_bytes=10)
     costs = Costs((frozen, *COSTS.layers[1:]), frozenset({1, 2, 3}))
     need = host_bytes(costs, deal_visits(CUT, costs, devices=2, microbatches=4, rounds=2))
-    assert need.partial_sums == 3 * 1000
+    assert need.partial_sums == 4 * 400 + 3 * 200

@@ -111,13 +111,31 @@ def test_publishing_does_not_stand_behind_norms_that_come_later(small_chain) -> 
     assert host.index("P0") < host.index("N1")
 
 
-def test_partial_gradients_of_rounds_are_added_up_when_the_last_is_there(small_chain) -> None:
+def test_partial_gradients_are_added_up_round_by_round(small_chain) -> None:
     schedule = small_chain(microbatches=4, rounds=2)[-1]
-    assert stream(schedule, "sums") == "M5 M6 M7"
-    assert schedule.owners[Action.parse("M6")] == (1,)
-    assert schedule.addends[Action.parse("M6")] == (2, 6)
+    assert stream(schedule, "sums") == "M1 M2 M3 M5 M6 M7"
+    assert schedule.owners[Action.parse("M2")] == schedule.owners[Action.parse("M6")] == (1,)
+    assert schedule.addends[Action.parse("M6")] == (6,)
     assert schedule.owners[Action.parse("O6#0")] == ()
+    assert schedule.begun_sums(Action.parse("M2")) == set()
+    assert schedule.begun_sums(Action.parse("M6")) == {1}
     assert waits(schedule, "N1") == "M6"
+
+
+def test_what_all_devices_bring_of_a_stage_is_added_up_at_once(small_chain) -> None:
+    schedule = small_chain(microbatches=4, replicas=Replicas(1, 2, 2))[-1]
+    assert stream(schedule, "sums") == "M2 M4 M6"
+    assert schedule.addends[Action.parse("M4")] == (3, 4)
+
+
+def test_partial_gradients_wait_until_their_place_is_free(costs_of) -> None:
+    computation = round_robin(THREE, costs_of(3), devices=1, microbatches=6, rounds=3)
+    schedule = outline(computation, Options(costs=costs_of(3)))[-1]
+    assert stream(schedule, "sums") == "M1 M2 M3 M5 M6 M7 M9 M10 M11"
+    assert "M1" in waits(schedule, "O3#0").split()  # two places on one device
+    assert "M7" in waits(schedule, "O10#0").split()
+    assert "-M10" in waits(schedule, "O2#0").split()
+    assert "-M11" in waits(schedule, "O1#0").split()
 
 
 def test_a_call_that_adds_to_earlier_ones_merges_everything(costs_of) -> None:
@@ -131,9 +149,9 @@ def test_a_call_that_adds_to_earlier_ones_merges_everything(costs_of) -> None:
 def test_a_tied_weight_is_trained_once_by_both_of_its_uses(small_chain, costs_of) -> None:
     schedule = small_chain(costs=costs_of(3, tied=True))[-1]
     assert schedule.owners[Action.parse("U1#0")] == (2, 0)
-    assert schedule.owners[Action.parse("M1")] == (2,)
+    assert schedule.owners[Action.parse("M1")] == (2, 0)
     assert schedule.owners[Action.parse("M3")] == (0,)
-    assert schedule.addends[Action.parse("M3")] == (1, 3)
+    assert schedule.addends[Action.parse("M3")] == (3,)
     assert waits(schedule, "N0") == "M3"
 
 
@@ -169,13 +187,15 @@ def test_lowering_and_checking_a_large_model_is_quick() -> None:
     assert process_time() - begin < 6
 
 
-def test_an_eager_update_adds_up_partial_gradients_itself(costs_of) -> None:
+def test_eager_updates_wait_for_nothing_but_their_own_gradient(costs_of) -> None:
     computation = round_robin(
         THREE, costs_of(3), devices=2, microbatches=2, replicas=Replicas(1, 2, 2)
     )
-    schedule = outline(computation, Options(costs=costs_of(3), eager=True))[-1]
-    assert "sums" not in schedule.streams
+    chain = lower_chain(computation, Options(costs=costs_of(3), eager=True))
+    check(chain)
+    schedule = chain[-1]
+    assert schedule.is_eager
+    assert stream(schedule, "sums") == "M2 M4 M6"
     assert stream(schedule, "host") == "S2 S1 S0"
-    assert schedule.addends[Action.parse("S2")] == (1, 2)
-    assert waits(schedule, "S2") == "O1#0 O2#0"
-    assert "-S2" in waits(schedule, "O1#0").split()
+    assert waits(schedule, "S1") == "M4"
+    assert waits(schedule, "U0#0").split()[0] == "-S0"

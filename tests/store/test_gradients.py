@@ -1,7 +1,9 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from roundpipe.store.gradients import Gradients, GradientState
+from roundpipe.store.gradients import Gradients, GradientState, runs, widened
 from roundpipe.store.segment import Layout
 
 LAYOUT = Layout.of([("a", (4,), torch.bfloat16), ("b", (3,), torch.bfloat16)])
@@ -72,3 +74,35 @@ def test_fp64_adds_up_in_fp64():
     gradients.add_("a", [torch.tensor([1.0], dtype=torch.float64)])
     gradients.add_("a", [torch.tensor([2.0**-40], dtype=torch.float64)])
     assert gradients.take()["a"].item() == 1.0 + 2.0**-40
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.sampled_from([torch.bfloat16, torch.float32])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 5),
+)
+def test_partial_sums_are_cast_a_chunk_at_a_time_and_not_a_tensor_at_a_time(entries, chunks):
+    named = sorted(
+        ((f"p{at}", (size,), dtype) for at, (size, dtype) in enumerate(entries)),
+        key=lambda entry: entry[2].itemsize,
+    )
+    layout = Layout.of(named)
+    wide, found = widened(layout), runs(layout)
+    sums = torch.zeros(wide.num_bytes, dtype=torch.uint8)
+    narrow = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for at, view in enumerate(wide.view(sums).values()):
+        view.copy_(torch.arange(view.numel()) / 7 + at)
+    copies = 0
+    for chunk in range(chunks):
+        low, high = (wide.num_bytes * at // chunks // 256 * 256 for at in (chunk, chunk + 1))
+        for run in found:
+            source, target = run.cut(sums, narrow, low, high if chunk < chunks - 1 else 1 << 30)
+            target.copy_(source)
+            copies += 1
+    for name, view in layout.view(narrow).items():
+        assert torch.equal(view, wide.view(sums)[name].to(view.dtype)), name
+    assert len(found) == len({dtype for _, _, dtype in named})
+    assert copies == chunks * len(found)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from roundpipe.store.masters import Masters
@@ -83,3 +84,99 @@ def test_rebinding_keeps_masters_that_stay_and_makes_those_that_are_new():
     assert list(masters.parameters) == ["c"]
     assert masters.is_alias("c")
     assert not masters.is_alias("a")
+
+
+def bf16_masters(**options):
+    working = {"b": torch.tensor([1.0, 2.0]).bfloat16(), "h": torch.ones(2, 3).half()}
+    return working, Masters(working, None, **options)
+
+
+def moved(masters):
+    for master in masters.parameters.values():
+        master.data.add_(1e-4)
+    masters.publish()
+    return {name: master.clone() for name, master in masters.parameters.items()}
+
+
+def test_masters_that_are_away_keep_shape_and_dtype_but_no_memory():
+    _, masters = bf16_masters()
+    objects, expected = dict(masters.parameters), moved(masters)
+    taken = masters.take_away()
+    assert taken.keys() == masters.away == {"b", "h"}
+    for name, master in masters.parameters.items():
+        assert master is objects[name]
+        assert (master.shape, master.dtype) == (expected[name].shape, torch.float32)
+        assert master.untyped_storage().nbytes() == 4
+        assert master.isnan().all()
+        with pytest.raises(RuntimeError, match="single memory location"):
+            master.data.add_(1.0)
+        assert torch.equal(taken[name], expected[name])
+    assert masters.take_away() == {}
+    masters.bring_back({name: value.clone() for name, value in taken.items()})
+    assert not masters.away
+    assert all(torch.equal(masters.parameters[name], value) for name, value in expected.items())
+
+
+def test_the_working_weight_stands_for_a_master_that_is_away():
+    working, masters = bf16_masters()
+    moved(masters)
+    masters.take_away()
+    before = {name: weight.clone() for name, weight in working.items()}
+    masters.publish()
+    for name, weight in before.items():
+        assert torch.equal(working[name], weight)
+        assert torch.equal(masters.newest(name), weight)
+
+
+def test_weights_loaded_while_a_master_is_away_are_its_value():
+    working, masters = bf16_masters()
+    moved(masters)
+    taken = masters.take_away()
+    working["b"].fill_(7.0)
+    masters.reload(["b"])
+    masters.bring_back(taken)
+    assert masters.parameters["b"].tolist() == [7.0, 7.0]
+    assert torch.equal(masters.parameters["h"], taken["h"])
+
+
+def test_masters_may_start_away_and_come_from_the_working_weights():
+    working, masters = bf16_masters(start_away=True)
+    assert masters.away == {"b", "h"}
+    working["b"].fill_(3.0)
+    masters.bring_back({})
+    for name, weight in working.items():
+        assert torch.equal(masters.parameters[name], weight.float())
+
+
+def test_a_master_frozen_while_away_starts_from_the_working_weight_again():
+    working, masters = bf16_masters()
+    moved(masters)
+    taken = masters.take_away()
+    masters.rebind({"h": working["h"]})
+    assert masters.away == {"h"}
+    assert masters.retired["b"].numel() == 0
+    masters.rebind(working)
+    assert masters.away == {"h"}
+    assert torch.equal(masters.parameters["b"], working["b"].float())
+    masters.bring_back(taken)
+    assert torch.equal(masters.parameters["h"], taken["h"])
+    assert torch.equal(masters.parameters["b"], working["b"].float())
+
+
+def test_masters_that_are_working_weights_never_leave():
+    masters = Masters({"f": torch.ones(2)}, None)
+    assert masters.take_away() == {}
+    masters.split()
+    assert masters.take_away().keys() == {"f"}
+
+
+def test_masters_come_back_only_if_there_is_memory_for_all(monkeypatch):
+    _, masters = bf16_masters(start_away=True)
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(masters, "_cast", full)
+    with pytest.raises(MemoryError):
+        masters.bring_back({})
+    assert masters.away == {"b", "h"}

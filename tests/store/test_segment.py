@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe.store.segment import ALIGNMENT, PAGE, Layout, Segment, allocate_host
+from roundpipe.store.segment import ALIGNMENT, Layout, Segment
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -70,11 +70,12 @@ def test_views_share_memory_with_the_buffer():
     assert segment.views["a"].tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 256, 5120])
-def test_host_memory_is_page_aligned_and_of_exact_size(num_bytes):
-    buffer = allocate_host(num_bytes)
-    assert buffer.numel() == num_bytes
-    assert buffer.data_ptr() % PAGE == 0 or num_bytes == 0
+def test_a_segment_lies_in_pages_of_its_own_unless_it_is_given_memory():
+    layout = Layout.of([("a", (3,), torch.float32)])
+    segment = Segment(layout)
+    assert segment.block.tensor is segment.buffer
+    given = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    assert Segment(layout, buffer=given).block is None
 
 
 def test_a_name_twice_is_refused():

@@ -127,6 +127,28 @@ class Device(Protocol):
         """
         ...
 
+    @property
+    def pins(self) -> bool:
+        """Whether copies gain from page-locked host memory: they then run beside the host thread.
+
+        Only a device that runs ``work`` before ``launch`` returns says so.
+        """
+        ...
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory: whole pages that nothing else shares, for every card.
+
+        Takes about a second for 4 GB. Raises DeviceError, with the driver's word, if it is refused.
+        """
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo ``register``, before the memory goes; after ``close`` too. From any thread.
+
+        Nothing may be copying to or from it.
+        """
+        ...
+
     def hold(self, stream: str, *tensors: Tensor) -> None:
         """Keep the memory of tensors made on another stream until what ``stream`` has now has run.
 

@@ -328,6 +328,17 @@ class CpuDevice:
         """See Device."""
         self._memory.poison(buffer)
 
+    @property
+    def pins(self) -> bool:
+        """See Device. Its memory is the host's."""
+        return False
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See Device. Nothing to gain."""
+
+    def unregister(self, address: int) -> None:
+        """See Device."""
+
     def hold(self, stream: str, *tensors: Tensor) -> None:
         """See Device. A queued closure holds its tensors by itself."""
 

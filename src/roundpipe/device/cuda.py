@@ -21,8 +21,8 @@ stream whose work made it, and three rules follow.
 # (torch.cuda's own classes have no annotations)
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import threading
 import time
 import warnings
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roundpipe.device.cuda_times import CudaTiming, Origin
 from roundpipe.device.memory import Accounts, poison_
 from roundpipe.device.untold import Untold
 from roundpipe.errors import DeviceError
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _OWNER = "compute"  # the stream that buffers belong to
 # CUDA tells times as float32 milliseconds: good to 4 us a minute from the origin, 0.25 ms an hour.
 _ORIGIN_SECONDS = 60.0
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every card
 
 
 @dataclass(frozen=True)
@@ -124,38 +126,6 @@ class CudaEvent:
         self.event.synchronize()
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """An event the card has passed, and when that was on the host's clock."""
-
-    event: torch.cuda.Event
-    seconds: float
-
-    def seconds_of(self, event: torch.cuda.Event) -> float:
-        """When the card passed ``event``; it must have."""
-        return self.seconds + float(self.event.elapsed_time(event)) / 1e3
-
-
-@dataclass(frozen=True)
-class CudaTiming:
-    """When one work ran on the card, on the host's clock; NaN until it has completed."""
-
-    origin: _Origin
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-
-    @property
-    def start_seconds(self) -> float:
-        """See Timing."""
-        return self.origin.seconds_of(self.start) if self.end.query() else math.nan
-
-    @property
-    def end_seconds(self) -> float:
-        """See Timing."""
-        start = self.start_seconds
-        return start if math.isnan(start) else start + self.start.elapsed_time(self.end) / 1e3
-
-
 class CudaDevice:
     """One card as a device; several may be made for one card and share nothing but it.
 
@@ -179,7 +149,7 @@ class CudaDevice:
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._labels: dict[str, object] = {}
         self._making = threading.Lock()
-        self._closed = False
+        self._closed = self._left_behind = False
         self._origin = self._first_origin()
         self._coming_origin: torch.cuda.Event | None = None
 
@@ -282,6 +252,35 @@ class CudaDevice:
         if self._poisons:
             poison_(buffer)
 
+    @property
+    def pins(self) -> bool:
+        """See Device."""
+        return True
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See Device. At exactly this size, for all cards of the process."""
+        self._host_call("cudaHostRegister", address, num_bytes, _PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """See Device. Leaves alone what a copy left behind at `close` may still use."""
+        if not self._left_behind:
+            self._host_call("cudaHostUnregister", address)
+
+    def _host_call(self, name: str, *arguments: int) -> None:
+        """Call CUDA's runtime. What it refuses it also remembers, and the next kernel is blamed.
+
+        So one is launched here to take the blame: torch has no call that forgets. The card is made
+        current, or the call would make a context on the first one.
+        """
+        with torch.cuda.device(self._torch_device):
+            runtime = torch.cuda.cudart()
+            error = getattr(runtime, name)(*arguments)
+            if int(error) == 0:
+                return
+            with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
+                torch.zeros(1, device=self._torch_device)
+        raise DeviceError(str(runtime.cudaGetErrorString(error)))
+
     def hold(self, stream: str, *tensors: Tensor) -> None:
         """See Device and [Note: who owns a tensor]."""
         target = self._stream(stream)
@@ -323,6 +322,7 @@ class CudaDevice:
             if all(stream.query() for stream in self._streams.values()):
                 return
             time.sleep(0.001)
+        self._left_behind = True
         logger.warning("%s: work is left behind at close", self._name)
 
     def _stream(self, name: str) -> torch.cuda.Stream:
@@ -341,21 +341,21 @@ class CudaDevice:
         event.record(stream)
         return event
 
-    def _first_origin(self) -> _Origin:
+    def _first_origin(self) -> Origin:
         """Tie the card's clock to the host's: an event of an idle stream, between two readings."""
         stream = self._stream(_OWNER)
         self._timestamp(stream).synchronize()  # the first event of a card takes long
         before = time.perf_counter()
         event = self._timestamp(stream)
         event.synchronize()
-        return _Origin(event, (before + time.perf_counter()) / 2)
+        return Origin(event, (before + time.perf_counter()) / 2)
 
-    def _current_origin(self, stream: torch.cuda.Stream) -> _Origin:
+    def _current_origin(self, stream: torch.cuda.Stream) -> Origin:
         """The origin to count from; a new one each minute, as soon as the card has passed it."""
         origin, coming = self._origin, self._coming_origin
         if coming is not None:
             if coming.query():
-                self._origin = _Origin(coming, origin.seconds_of(coming))
+                self._origin = Origin(coming, origin.seconds_of(coming))
                 self._coming_origin = None
         elif time.perf_counter() - origin.seconds > _ORIGIN_SECONDS:
             self._coming_origin = self._timestamp(stream)

@@ -157,7 +157,8 @@ class FakeDevice:
 
     ``ledger`` is shared by every device (and the host) whose streams can meet; ``fail(label)``
     returns what the work of that label shall raise, or None; ``watch_storage`` compares the memory
-    that work touches with what it declares. Freed and new buffers are filled with NaN.
+    that work touches with what it declares. ``pinned_bytes``: host memory it page-locks at most,
+    as a driver with a limit; None: it does not. Freed and new buffers are filled with NaN.
     """
 
     def __init__(
@@ -168,11 +169,14 @@ class FakeDevice:
         fail: Callable[[object], BaseException | None] | None = None,
         capacity_bytes: int | None = None,
         watch_storage: bool = False,
+        pinned_bytes: int | None = None,
     ) -> None:
         self.ledger = ledger or Ledger()
         self.fail = fail
         self._name = name
         self.watch_storage = watch_storage
+        self.registered: dict[int, int] = {}  # address -> bytes
+        self._pinned_bytes = pinned_bytes
         self._accounts = Accounts(name, capacity_bytes)
         self._memory = HostMemory(self._accounts, poison=True)
         self._untold = Untold()
@@ -259,6 +263,25 @@ class FakeDevice:
     def poison(self, buffer: Tensor) -> None:
         """See Device. Always fills."""
         self._memory.poison(buffer)
+
+    @property
+    def pins(self) -> bool:
+        """See Device."""
+        return self._pinned_bytes is not None
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See Device. What overlaps, or exceeds the limit, is refused as a driver does."""
+        ends = address + num_bytes
+        taken = self.registered.items()
+        if any(start < ends and address < start + size for start, size in taken):
+            raise DeviceError("part or all of the requested memory range is already mapped")
+        if sum(self.registered.values()) + num_bytes > (self._pinned_bytes or 0):
+            raise DeviceError("out of memory")
+        self.registered[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        """See Device. Raises KeyError for what is not registered."""
+        del self.registered[address]
 
     def hold(self, stream: str, *tensors: Tensor) -> None:
         """See Device. Work has run already."""

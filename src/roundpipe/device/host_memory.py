@@ -49,6 +49,7 @@ class HostMemory:
     free_bytes: int  # what could be allocated now
     machine_bytes: int
     limited_by: str = ""
+    swap_bytes: int = 0  # free on the machine, for those who would rather be slow
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
@@ -56,7 +57,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
     machine = _meminfo(root)
     if machine is None:
         return None
-    total, available = machine
+    total, available, swap = machine
     usable, free, limited_by = total, available, ""
     for group, version in _groups(root):
         limit = _limit(group, version)
@@ -67,7 +68,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
         free = min(free, max(0, limit - _used(group, version)))
     if not limited_by and is_wsl(root):
         limited_by = "WSL: memory in .wslconfig"
-    return HostMemory(usable, free, total, limited_by)
+    return HostMemory(usable, free, total, limited_by, swap)
 
 
 def used_bytes(root: Path = Path("/")) -> int | None:
@@ -84,14 +85,15 @@ def is_wsl(root: Path = Path("/")) -> bool:
     return "microsoft" in _text(root / "proc/version").lower()
 
 
-def _meminfo(root: Path) -> tuple[int, int] | None:
-    """Total and available bytes."""
+def _meminfo(root: Path) -> tuple[int, int, int] | None:
+    """Total and available bytes, and free ones of swap."""
     text = _text(root / "proc/meminfo")
     found = {key: int(kib) * 1024 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
     if "MemTotal" not in found:
         return None
     total = found["MemTotal"]
-    return total, found.get("MemAvailable", found.get("MemFree", total))
+    available = found.get("MemAvailable", found.get("MemFree", total))
+    return total, available, found.get("SwapFree", 0)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:

@@ -35,7 +35,7 @@ class Claims:
     ) -> None:
         self._host, self._models, self._layers = host, models, layers
 
-    def claim_host(self, schedule: Schedule, partials: Mapping[tuple[int, int], Tensor]) -> None:
+    def claim_host(self, schedule: Schedule, partials: Mapping[int, Tensor]) -> None:
         """Name the host's memory anew before a schedule runs; nothing may be in flight."""
         trained = {action.index for _, action in schedule.actions() if action.op is Op.UPDATE}
         merged = {
@@ -45,15 +45,15 @@ class Claims:
             for owner in owners
         }
         for layer in self._layers:
-            self._claim(("weights", layer.index), [layer.weights.buffer])
+            held = [layer.held.base.segment.buffer] if layer.held is not None else []
+            self._claim(("weights", layer.index), [layer.weights.buffer, *held])
             if layer.index in trained:
                 masters = [master.detach() for master in layer.masters.values()]
                 self._claim(("master", layer.index), masters)
                 gradients = layer.gradients(partial_sums=layer.index in merged)
                 self._claim(("gradient", layer.index), [gradients.buffer])
-        for visit in schedule.visits:
-            held = [buffer for key, buffer in partials.items() if key[0] == visit.number]
-            self._claim(("partial", visit.number), held)
+        for place, buffer in partials.items():
+            self._claim(("partial", place), [buffer])
 
     def footprint(self, run: Run, action: Action) -> Footprint:
         """What ``action`` touches, by this engine's names; claims the slot it is first to fill."""

@@ -202,8 +202,10 @@ class Compute:
         self._poison_sums(run, visit, microbatch)
         with scale.layer(visit.layers[-1]) if scale else nullcontext():
             loss = run.call.loss(boundary, label, microbatch)
+        scaled = run.call.loss_scale
+        seed = torch.full_like(loss, 1.0 if scaled is None else scaled.read())
         with _timed(run, visit):
-            backward([loss], [torch.ones_like(loss)])
+            backward([loss], [seed])
         kept = None
         if run.call.keep_outputs:
             kept, _ = leaf_tree(boundary, wants_gradient=False)
@@ -294,5 +296,7 @@ class Compute:
         begin = time.perf_counter()
         with self._draws.of(layer, draw), weighed:
             boundary = self._in_place.run(layer, self.model.shell(layer), given)
+        if scale:
+            scale.note_work(layer, self.model.shell(layer).work_bytes)
         run.layer_seconds.setdefault(layer, []).append(time.perf_counter() - begin)
         return boundary

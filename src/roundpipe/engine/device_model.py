@@ -17,7 +17,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.device.emulated import EmulatedDevice
+from roundpipe.engine.cuts import Cuts
+from roundpipe.engine.passing import PassingBlocks
+from roundpipe.engine.staging import Staging
+from roundpipe.engine.traffic import Traffic
 from roundpipe.plan.schedule_memory import largest_pair
+from roundpipe.store.packed import PackedTensor
+from roundpipe.store.pages import HostPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -92,12 +98,20 @@ class DeviceModel:
     """See the module docstring. ``index`` is the device's number in schedules."""
 
     def __init__(
-        self, device: Device, index: int, spec: ModelSpec, layers: Sequence[HostLayer]
+        self,
+        device: Device,
+        index: int,
+        spec: ModelSpec,
+        layers: Sequence[HostLayer],
+        *,
+        staging: Staging | None = None,
     ) -> None:
         self.device, self.index = device, index
         self.spec, self.layers = spec, layers
         self.context = spec.make_context(device.torch_device)
         self.weights, self.sums = Arena(device), Arena(device)
+        self.cuts, self.traffic = Cuts(layers), Traffic()
+        self.staging = staging or Staging(device, HostPages(), PassingBlocks(HostPages()))
         self.shells: dict[int, Shell] = {}
         self.kept: dict[tuple[int, int], Any] = {}  # (boundary, microbatch) -> stays here
         self.kept_gradients: dict[tuple[int, int], Any] = {}
@@ -106,7 +120,7 @@ class DeviceModel:
         self.leaving: dict[tuple[int, int], Any] = {}  # (visit, microbatch) -> goes down
         self.leaving_gradients: dict[tuple[int, int], Any] = {}
         self.graphs: dict[tuple[int, int], Any] = {}
-        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._views: dict[tuple[int, int], dict[str, Tensor | PackedTensor]] = {}
         self._sum_views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._collecting: dict[int, tuple[dict[str, Tensor], list[str]]] = {}
 
@@ -177,6 +191,7 @@ class DeviceModel:
         self.shells.clear()
         self._views.clear()
         self._sum_views.clear()
+        self.cuts.forget()
 
     def close(self) -> None:
         """Give all memory back."""
@@ -229,11 +244,13 @@ class DeviceModel:
             at += layout.num_bytes
         return lists
 
-    def _view(self, layer: int, at: int) -> dict[str, Tensor]:
+    def _view(self, layer: int, at: int) -> dict[str, Tensor | PackedTensor]:
         key = (layer, at)
         if key not in self._views:
             assert self.weights.buffer is not None
-            self._views[key] = self.layers[layer].slot_layout.view(self.weights.buffer, at=at)
+            views = self.layers[layer].slot_layout.view(self.weights.buffer, at=at)
+            packed = self.layers[layer].packed
+            self._views[key] = {**views, **{n: PackedTensor(packed[n], views) for n in packed}}
         return self._views[key]
 
     def _collector(self, layer: int, name: str) -> Callable[[nn.Parameter], None]:

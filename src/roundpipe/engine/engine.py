@@ -18,34 +18,32 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.device.fake import FakeDevice
-from roundpipe.engine.claims import Claims
-from roundpipe.engine.compute import Compute
 from roundpipe.engine.device_model import DeviceModel
 from roundpipe.engine.handover import Handover
+from roundpipe.engine.issue import Issuer
+from roundpipe.engine.partials import Partials
+from roundpipe.engine.passing import PassingBlocks
 from roundpipe.engine.pool import RESULTS
-from roundpipe.engine.program import HOST, Item, Program
+from roundpipe.engine.program import HOST, Program
 from roundpipe.engine.random import LayerRandom
 from roundpipe.engine.run import Call, Run
-from roundpipe.engine.transfer import TRANSFERS, download_gradients
-from roundpipe.engine.updates import Update, merge_partials
+from roundpipe.engine.staging import Staging
+from roundpipe.engine.traffic import Traffic
+from roundpipe.engine.updates import LossScale, Update
 from roundpipe.engine.watchdog import Watchdog
 from roundpipe.errors import DeviceError, StallError, StepError
-from roundpipe.plan.actions import COMPUTE, OF_LAYERS, Action, Op
-from roundpipe.plan.footprint import Footprint, Footprints, Turns
-from roundpipe.store.segment import allocate_host
+from roundpipe.plan.actions import OF_LAYERS, Action
+from roundpipe.plan.footprint import Footprints, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from roundpipe.device.api import Event
-    from roundpipe.device.emulated_links import Load
     from roundpipe.engine.pool import DevicePool
     from roundpipe.models.spec import ModelSpec
-    from roundpipe.plan.schedule import Visit
+    from roundpipe.optim.scaler import GradScaler
     from roundpipe.store.layer import HostLayer
+    from roundpipe.store.pages import HostPages
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +53,13 @@ _FINISHED = "\nhint: the step was committed; its remaining updates were made aft
 _MIXED = (
     "\nhint: the weights are mixed: some may be a step ahead of others; load the last checkpoint"
 )
-_UNSEEN = Footprint()  # real devices do not look
 
 
 class Engine:
     """One model on a pool. Used from one thread at a time.
 
-    ``stall_seconds``: how long nothing may finish before a step is given up.
+    ``stall_seconds``: how long nothing may finish before a step is given up. ``pages``: page-locks
+    what devices copy to and from, by default as the pool does.
     """
 
     def __init__(
@@ -71,25 +69,35 @@ class Engine:
         layers: Sequence[HostLayer],
         *,
         stall_seconds: float = 600.0,
+        pages: HostPages | None = None,
     ) -> None:
         self.pool, self.spec, self.layers = pool, spec, layers
         self._watchdog = Watchdog(pool, stall_seconds)
         self.draws = LayerRandom()
+        pages = pages or pool.pages
+        passing = PassingBlocks(pages)
         self.models = [
-            DeviceModel(device, index, spec, layers) for index, device in enumerate(pool.devices)
+            DeviceModel(device, index, spec, layers, staging=Staging(device, pages, passing))
+            for index, device in enumerate(pool.devices)
         ]
-        self._computes = [Compute(model, self.draws) for model in self.models]
-        self._partials: dict[tuple[int, int], Tensor] = {}
-        is_fake = isinstance(pool.host, FakeDevice)
-        self._claims = Claims(pool.host, self.models, layers) if is_fake else None
+        self._partials = Partials(layers, pages)
+        self._issuer = Issuer(pool, self.models, layers, self._partials, self.fail)
+        self._issuer.draw_from(self.draws)
         self._turns = Turns()
         self._active: list[tuple[Run, Update | None]] = []
         self._last: Run | None = None
+        self._last_update: Update | None = None
+        self.last_checkpoint = ""  # what to load where a failure leaves weights mixed, for people
         self._failed: Run | None = None
         self._is_told = False  # whether the failure was raised, though something still hangs
         self.num_recovered = 0  # failures whose steps have been forgotten
         self._streams: dict[int, set[str]] = {}
         self._idle: Event | None = None  # everything before the last drain
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has crossed the devices' links so far, all devices together."""
+        return Traffic.sum(model.traffic for model in self.models)
 
     # ---- what the caller's thread does
 
@@ -109,10 +117,14 @@ class Engine:
         with self.pool.lock:  # each worker gets the runs of several engines in the same order
             if previous is None and self._idle is not None:
                 for worker, streams in self._streams.items():
-                    task = functools.partial(self._begin_anew, worker, tuple(streams), self._idle)
+                    task = functools.partial(
+                        self._issuer.begin_anew, worker, tuple(streams), self._idle
+                    )
                     self.pool.worker(worker).put(task)
             for worker, items in program.during_call.items():
-                self.pool.worker(worker).put(functools.partial(self._issue, run, worker, items))
+                self.pool.worker(worker).put(
+                    functools.partial(self._issuer.issue, run, worker, items)
+                )
             self.pool.worker(RESULTS).put(functools.partial(self._bring_results, run))
         return run
 
@@ -125,7 +137,14 @@ class Engine:
         self.raise_failure()
 
     def step(self, run: Run, update: Update) -> None:
-        """Begin the updates that follow ``run``; returns at once."""
+        """Begin the updates that follow ``run``; returns at once.
+
+        Blocks until they are made where ``run`` was started for an eager step and this is none.
+        """
+        self._last_update = update
+        if run.program.schedule.is_eager and not update.is_eager:
+            self._step_whole(run, update)
+            return
         run.update = update  # before the look at its failure: `fail` looks the other way round
         others = [pair for pair in self._active if pair[0] is not run]
         self._active = [*others, (run, update)]  # a drain since the call has taken it out
@@ -134,7 +153,25 @@ class Engine:
         items = run.program.at_step
         if not items:  # nothing is trained
             update.nothing_to_do()
-        self.pool.worker(HOST).put(functools.partial(self._issue, run, HOST, items))
+        self.pool.worker(HOST).put(functools.partial(self._issuer.issue, run, HOST, items))
+
+    def _step_whole(self, run: Run, update: Update) -> None:
+        """Commit, as a whole, a run whose schedule takes no norms: when all gradients are there."""
+        try:
+            self.drain()
+            self._active.append((run, update))
+            update.run(run.program.updated)
+        except BaseException as error:
+            update.fail(error)  # whoever waits for it must not wait for ever
+            if not self._active:  # the run itself had failed
+                raise
+            self.fail(run, error)
+        self.raise_failure()
+        self._active.clear()
+
+    def loss_scale(self, scaler: GradScaler) -> LossScale:
+        """What the losses of the step in making are multiplied by, for its calls."""
+        return LossScale(scaler, self._last_update)
 
     def drain(self, *, patient: bool = True) -> None:
         """Block until nothing is under way; raises what failed. ``patient``: with what hangs."""
@@ -146,8 +183,14 @@ class Engine:
                 raise
             self.fail(self._last, error)
         self.raise_failure()
+        self._land()
         self._last = None
         self._active.clear()
+
+    def _land(self) -> None:
+        """Bring down to the host what devices have copied; nothing is under way."""
+        for model in self.models:
+            model.staging.land()
 
     def fail(self, run: Run, error: BaseException, action: Action | None = None) -> None:
         """End ``run`` and every later one; called from any thread."""
@@ -181,7 +224,7 @@ class Engine:
             return
         if self._settle(patient=patient and is_told):
             note = self._recover()
-            if is_told and note != _MIXED:
+            if is_told and not note.startswith(_MIXED):
                 return
         else:
             note, self._is_told = _STILL_UNDER_WAY, True
@@ -190,11 +233,15 @@ class Engine:
             raise StepError(f"the call before was interrupted{note}")
         if isinstance(error, Exception) or is_told:
             names = [device.name for device in self.pool.devices]
-            raise run.as_step_error(self.spec, names, note) from _cause(error)
+            told = run.as_step_error(self.spec, names, note)
+            if note.startswith(_MIXED) and note not in str(told):
+                told = type(told)(f"{told}{note}")
+            raise told from _cause(error)
         raise error
 
     def _recover(self) -> str:
         """Bring the state to the last committed step's; what there is to tell of it."""
+        self._land()
         note = self._finish_updates()
         self._forget_in_flight()
         self._failed, self._is_told = None, False
@@ -211,75 +258,6 @@ class Engine:
         for model in self.models:
             model.close()
         self._partials.clear()
-
-    # ---- issuing, in the workers' threads
-
-    def _issue(self, run: Run, worker: int, items: Sequence[Item]) -> None:
-        try:
-            device = self.pool.device(worker)
-            for item in items:
-                if run.failure is not None:
-                    return
-                if item.throttle is not None:
-                    run.event(item.throttle).wait()
-                for wait in item.waits:
-                    event = run.receive(wait)
-                    if event is not None:
-                        device.wait(item.stream, event)
-                prints = self._footprint(run, item.action)
-                timing = device.launch(
-                    item.stream,
-                    functools.partial(self._execute, run, worker, item.action),
-                    reads=prints.reads,
-                    writes=prints.writes,
-                    timed=True,
-                    label=item.action,
-                    on_error=functools.partial(self._on_error, run, item.action),
-                )
-                if timing is not None:
-                    run.timings.add(worker, item, timing)
-                run.publish(item.action, device.record(item.stream))
-        except BaseException as error:  # a bug of ours, or a run that was given up
-            if run.failure is None:
-                self.fail(run, error)
-
-    def _footprint(self, run: Run, action: Action) -> Footprint:
-        return self._claims.footprint(run, action) if self._claims else _UNSEEN
-
-    def _begin_anew(self, worker: int, streams: Sequence[str], idle: Event) -> None:
-        """Order all streams behind a drain. Real devices know; a fake one only believes events."""
-        for stream in streams:
-            self.pool.device(worker).wait(stream, idle)
-
-    def _on_error(self, run: Run, action: Action, error: BaseException) -> None:
-        self.fail(run, error, action)
-
-    def _execute(self, run: Run, worker: int, action: Action) -> Load | None:
-        """What a stream runs for an action; what that takes where devices are emulated."""
-        if run.failure is None:
-            if action.op in COMPUTE:
-                run.call.caller.run(functools.partial(self._computes[worker].run, run, action))
-            elif action.op in TRANSFERS:
-                TRANSFERS[action.op](run, self.models[worker], action)
-            elif action.op is Op.DOWNLOAD:
-                download_gradients(run, self.models[worker], action, self._partials)
-            elif action.op is Op.MERGE:
-                merge_partials(run, self.layers, action, self._partials)
-            else:
-                self._execute_host(run, action)
-        self.pool.num_finished += 1
-        return run.load(action) if self.pool.is_emulated else None
-
-    def _execute_host(self, run: Run, action: Action) -> None:
-        layer = self.layers[action.index]
-        if action.op is Op.PUBLISH:
-            layer.publish()
-            return
-        assert run.update is not None
-        if action.op is Op.NORM:
-            run.update.norm(action.index)
-        else:
-            run.update.update(action.index, run.program.updated)
 
     def _bring_results(self, run: Run) -> None:
         """Set ``run.ready`` when all results have come down."""
@@ -300,29 +278,15 @@ class Engine:
         for model in self.models:
             model.prepare(program)
         schedule = program.schedule
-        for visit in schedule.visits:
-            if schedule.trains(visit):
-                action = Action(Op.DOWNLOAD, visit.number, chunk=0)
-                self._prepare_gradients(visit, schedule.owners[action])
-        if self._claims is not None:
-            self._claims.claim_host(schedule, self._partials)
+        self._partials.prepare(schedule)
+        if self._issuer.claims is not None:
+            self._issuer.claims.claim_host(schedule, self._partials.buffers)
         for _, action in schedule.actions():
             if action.op in OF_LAYERS:
                 self._streams.setdefault(HOST, set()).add("host")
         for name in schedule.streams:
             device, _, stream = name.rpartition(".")
             self._streams.setdefault(int(device) if device else HOST, set()).add(stream)
-
-    def _prepare_gradients(self, visit: Visit, direct: Sequence[int]) -> None:
-        """Make what a visit's gradients come down into: the segments, or partial sums."""
-        for index in visit.layers:
-            if index in direct:
-                self.layers[index].gradients(partial_sums=False)
-                continue
-            size = self.layers[index].slot_gradient_layout.num_bytes
-            held = self._partials.get((visit.number, index))
-            if held is None or held.numel() != size:
-                self._partials[visit.number, index] = allocate_host(size)
 
     def _fence(self) -> threading.Event:
         """An event that is set when all that was put before has run."""
@@ -366,13 +330,20 @@ class Engine:
         for run, update in self._active:
             if update is None or not update.is_half_done:
                 continue
+            if update.is_eager and run.failure is not None:  # gradients will never be there
+                note = self._mixed
+                continue
             try:
                 update.finish()
                 note = note or _FINISHED
             except Exception:
                 logger.exception("finishing the updates of step %s", run.call.step)
-                note = _MIXED
+                note = self._mixed
         return note
+
+    @property
+    def _mixed(self) -> str:
+        return _MIXED + (f": {self.last_checkpoint}" if self.last_checkpoint else "")
 
     def _forget_in_flight(self) -> None:
         for model in self.models:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roundpipe.device.emulated_links import Load, Way
-from roundpipe.engine.transfer import chunk_range
+from roundpipe.engine.cuts import chunk_range
 from roundpipe.plan.actions import OF_LAYERS, Action, Op
 from roundpipe.plan.schedule import Phase
 
@@ -53,15 +53,16 @@ class Loads:
 
     def _host(self, action: Action) -> Load:
         cost = self._costs.layers[action.index]
+        summed = any(layer == action.index for _, layer in self._summed)
+        norm = cost.gradient_bytes if summed else cost.whole_download_bytes
         if action.op is Op.NORM:
-            summed = any(layer == action.index for _, layer in self._summed)
-            size = cost.gradient_bytes if summed else cost.whole_download_bytes
-            return Load(num_bytes=size)  # it reads them
+            return Load(num_bytes=norm)  # it reads them
         if action.op is Op.PUBLISH:
             return Load(num_bytes=cost.publish_bytes)
         # Apart from publishing, an update does not write working weights: a third of its traffic.
         apart = cost.publish_bytes // 3 if self._schedule.staleness else 0
-        return Load(num_bytes=max(cost.update_bytes - apart, 0))
+        beside = norm if self._schedule.is_eager else 0  # its gradient's norm is taken there
+        return Load(num_bytes=max(cost.update_bytes - apart, 0) + beside)
 
     def _weights(self, visit: Visit, action: Action) -> Load:
         if action.op is Op.MERGE:
@@ -85,15 +86,16 @@ class Loads:
         )
 
     def _merge(self, action: Action) -> int:
-        """What each visit brought is read once, each owner's sum is written once."""
+        """What visits brought is read, each owner's sum written, and read if it was begun."""
         whole = set(self._schedule.owners[action])
+        begun = self._schedule.begun_sums(action)
         read = [
             layer
             for number in self._schedule.addends[action]
             for layer in self._schedule.visits[number].layers
             if (number, layer) in self._summed and whole & set(self._costs.owners_trained(layer))
         ]
-        return sum(self._costs.layers[layer].gradient_bytes for layer in (*read, *whole))
+        return sum(self._costs.layers[layer].gradient_bytes for layer in (*read, *whole, *begun))
 
     def _partial(self) -> set[tuple[int, int]]:
         """The (visit, layer) whose gradients come down to be added up."""

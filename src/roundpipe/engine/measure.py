@@ -9,10 +9,12 @@ the host takes for a layer is what Python needs to issue it.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from roundpipe.plan.actions import COMPUTE, Op
 from roundpipe.plan.costs import Costs, LayerCost
+from roundpipe.store.four_bit import unpacked_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -55,8 +57,10 @@ def costs_from_sizes(
                 weight_bytes=layer.slot_layout.num_bytes,
                 gradient_bytes=sums.num_bytes,
                 download_bytes=sums.num_bytes if layer.shares_parameters else trained.num_bytes,
-                # Autograd makes a parameter's gradient before it is copied into its place.
-                peak_bytes=max((place.num_bytes for place in sums.slices), default=0),
+                # Autograd makes a parameter's gradient before it is copied into its place. A
+                # forward has all packed weights unpacked, a backward one at a time.
+                peak_bytes=max((place.num_bytes for place in sums.slices), default=0)
+                + sum(packed.num_bytes for packed in layer.packed.values()),
                 update_bytes=_UPDATE_BYTES * count,
                 publish_bytes=_PUBLISH_BYTES * count,
                 borrows=tuple(owner.index for owner in layer.owners),
@@ -67,14 +71,15 @@ def costs_from_sizes(
 
 
 def _matrix_elements(spec: ModelSpec, layer: int) -> int:
-    return sum(t.numel() for t in spec.layers[layer].tensors.values() if t.dim() >= 2)
+    shapes = [unpacked_form(tensor)[0] for tensor in spec.layers[layer].tensors.values()]
+    return sum(prod(shape) for shape in shapes if len(shape) >= 2)
 
 
 def weighed(costs: Costs, sizes: Sizes) -> Costs:
     """``costs`` with the bytes that were weighed.
 
     At a layer's worst moment two tensors as large as the largest that it keeps are there beside
-    what it keeps: a gradient and the one that is made from it.
+    what it keeps: a gradient and the one that is made from it; or what the layer itself says.
     """
     return Costs(
         tuple(
@@ -82,7 +87,8 @@ def weighed(costs: Costs, sizes: Sizes) -> Costs:
                 cost,
                 boundary_bytes=sizes.boundary.get(layer, cost.boundary_bytes),
                 activation_bytes=sizes.kept.get(layer, cost.activation_bytes),
-                peak_bytes=cost.peak_bytes + 2 * sizes.largest.get(layer, 0),
+                peak_bytes=cost.peak_bytes
+                + max(2 * sizes.largest.get(layer, 0), sizes.work.get(layer, 0)),
             )
             for layer, cost in enumerate(costs.layers)
         ),

@@ -6,17 +6,22 @@ The host is a device too, so that its work is ordered by the same events.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.device.cores import host_threads, usable_cores
 from roundpipe.device.cpu import CpuDevice
+from roundpipe.device.cuda import CudaDevice, card_facts
 from roundpipe.device.emulated import EmulatedDevice
 from roundpipe.device.fake import FakeDevice
+from roundpipe.device.numa import cores_near, stay_on
 from roundpipe.device.resolve import resolve_devices
 from roundpipe.engine.program import HOST
 from roundpipe.engine.worker import Worker
+from roundpipe.store.pages import HostPages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,19 +35,26 @@ _CLOSE_SECONDS = 5.0
 class DevicePool:
     """Devices with their threads.
 
-    ``devices`` as in ``RoundPipe``: ``"auto"``, a number, ``"cuda:0"``, ``"cpu*3"``, a list. Raises
-    DeviceError for one that cannot be used. End it with ``close`` or ``with``; dropped without, its
-    threads end once their work is done.
+    ``devices`` as in ``RoundPipe``: ``"auto"``, a number, ``"cuda:0"``, ``"cpu*3"``, a list.
+    ``pinned_memory_limit``: bytes of host memory to page-lock at most; None: nine tenths of it.
+    Raises DeviceError for a device that cannot be used. End it with ``close`` or ``with``; dropped
+    without, its threads end once their work is done.
     """
 
-    def __init__(self, devices: Any = "auto") -> None:
+    def __init__(self, devices: Any = "auto", *, pinned_memory_limit: int | None = None) -> None:
         self.devices: Sequence[Device] = resolve_devices(devices)
         self.host: Device = _host_for(self.devices)
+        self.pages = HostPages.for_devices(self.devices, limit_bytes=pinned_memory_limit)
         names = [*range(len(self.devices)), HOST, RESULTS]
         self._workers = {name: Worker(_title(name)) for name in names}
         self.lock = threading.Lock()  # who starts runs: one caller at a time
         self.num_finished = 0  # works that have run; only whether it changes matters
-        self._finalizer = weakref.finalize(self, _close, self._workers, [*self.devices, self.host])
+        for index, device in enumerate(self.devices):
+            if isinstance(device, CudaDevice):
+                near = cores_near(card_facts(device.torch_device).bus)
+                self._workers[index].put(functools.partial(_stay, near))
+        every = [*self.devices, self.host]
+        self._finalizer = weakref.finalize(self, _close, self._workers, every, self.pages)
 
     def __enter__(self) -> DevicePool:
         return self
@@ -94,17 +106,24 @@ def _host_for(devices: Sequence[Device]) -> Device:
         return emulated.host()
     # Beside devices that compute on the same cores one thread is enough, and many would fight them.
     on_cpu = any(device.torch_device.type == "cpu" for device in devices)
-    return CpuDevice("host", threads=1 if on_cpu else None)
+    return CpuDevice("host", threads=1 if on_cpu else host_threads(usable_cores()))
+
+
+def _stay(cores: frozenset[int]) -> None:
+    stay_on(cores)
 
 
 def _title(name: int) -> str:
     return {HOST: "host", RESULTS: "results"}.get(name, f"device {name}")
 
 
-def _close(workers: dict[int, Worker], devices: Sequence[Device]) -> None:
+def _close(workers: dict[int, Worker], devices: Sequence[Device], pages: HostPages) -> None:
     """End everything; what hangs is left behind after a few seconds for all of it."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     for worker in workers.values():
         worker.close(max(0.0, deadline - time.monotonic()))
-    for device in devices:
-        device.close(timeout_seconds=max(0.0, deadline - time.monotonic()))
+    try:
+        for device in devices:
+            device.close(timeout_seconds=max(0.0, deadline - time.monotonic()))
+    finally:
+        pages.close()

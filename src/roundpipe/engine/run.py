@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from roundpipe.engine.caller import CallerState
     from roundpipe.engine.microbatch import Microbatch
     from roundpipe.engine.program import Item, Program
-    from roundpipe.engine.updates import Update
+    from roundpipe.engine.updates import LossScale, Update
     from roundpipe.models.spec import ModelSpec
     from roundpipe.plan.actions import Action
     from roundpipe.plan.footprint import Footprints
@@ -63,6 +63,8 @@ class Call:
     # (outputs, label, microbatch) -> the loss to run backward from; None: forward only
     loss: Callable[[Any, Any, int], Tensor] | None = None
     keep_outputs: bool = False
+    wants_logits: bool = True  # False: of outputs nobody reads more than the model's own loss
+    loss_scale: LossScale | None = None  # multiplies the losses before backward
     newest: bool = False  # read master weights that are not published yet
     weighs: bool = False  # a microbatch of each visit, see ``roundpipe.engine.weigh``
     recompute_by_layer: bool = False

@@ -1,8 +1,12 @@
-"""The actions of the host: add up partial gradients, take norms, update layers, publish them.
+"""What the optimizer does in a step: take norms, commit, update layers.
 
 [Note: commit] A step commits in its first update, which the host stream reaches only after every
 norm. Until then no master weight, moment or working weight has changed, so giving the step up costs
 nothing. After it the updates run to their end: one that fails is gone on with, not taken back.
+
+[Note: eager] An eager step never commits as a whole: each layer is updated as soon as its own
+gradient is there. So nothing may depend on all gradients: no clipping, no step that is skipped. A
+failure while some layers are updated and others' gradients are still to come leaves them mixed.
 """
 
 from __future__ import annotations
@@ -12,8 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from roundpipe.engine.transfer import partial_layers
-from roundpipe.errors import StepError
+from roundpipe.errors import ConfigError, StepError
 from roundpipe.optim.clip import clip_coefficient, layer_norms, total_norm
 from roundpipe.optim.host import LayeredUpdate
 
@@ -22,41 +25,60 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roundpipe.engine.run import Run
+    from roundpipe.optim.scaler import GradScaler
     from roundpipe.optim.whole import WholeUpdate
-    from roundpipe.plan.actions import Action
     from roundpipe.store.layer import HostLayer
 
 
-def merge_partials(
-    run: Run,
-    layers: Sequence[HostLayer],
-    action: Action,
-    partials: dict[tuple[int, int], Tensor],
+def refuse_eager(
+    *, max_norm: float | None, is_layered: bool, scaler: GradScaler | None = None
 ) -> None:
-    """``M``: add up, in the order of visits, what came for owners whose last gradient is there."""
-    schedule = run.program.schedule
-    found: dict[int, dict[str, list[Tensor]]] = {owner: {} for owner in schedule.owners[action]}
-    for number in schedule.addends[action]:
-        for index in partial_layers(run, schedule.visits[number]):
-            if (number, index) not in partials:
-                continue
-            names = run.received[number, index]
-            for owner, name, view in layers[index].partials(names, partials[number, index]):
-                if owner in found:
-                    found[owner].setdefault(name, []).append(view)
-    for owner, by_name in found.items():
-        layers[owner].add_partials_(by_name)
+    """Raise ConfigError for what an eager step cannot do: see [Note: eager]."""
+    because = "updates layers before all gradients are known, so it cannot"
+    if max_norm is not None:
+        raise ConfigError(
+            f"commit='eager' {because} clip their norm: max_grad_norm={max_norm}\n"
+            "hint: leave out commit, or max_grad_norm=None"
+        )
+    if scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            f"commit='eager' {because} skip a step that overflows: grad_scaler\n"
+            "hint: leave out commit, or train in bf16 without grad_scaler"
+        )
+    if not is_layered:
+        raise ConfigError(
+            "commit='eager' needs an optimizer that updates layer by layer\n"
+            "hint: leave out commit, or use one of roundpipe.optim"
+        )
+
+
+class LossScale:
+    """What a step's losses are multiplied by: the scaler's scale after the step before.
+
+    Read when the first loss is there. At staleness 0 the weights it was computed with have waited
+    for that step's commit, so reading never waits. At staleness 1 forward runs ahead of it; the
+    fused stage waits until the norm of the step before is known.
+    """
+
+    def __init__(self, scaler: GradScaler, before: Update | None) -> None:
+        self._scaler, self._before = scaler, before
+
+    def read(self) -> float:
+        """Block until the step before has committed or failed; the scale from then on."""
+        if self._before is not None:
+            self._before.known.wait()
+        return self._scaler.get_scale()
 
 
 class Update:
     """One step's update of the host's layers; what ``StepResult`` asks.
 
     ``scale`` multiplies all gradients first (calls of one step that each divided by their own
-    tokens); ``max_norm`` clips after it. ``publish``: working weights are written at once (exact).
+    tokens), ``scaler`` divides them by its scale; ``max_norm`` clips after both. ``publish``:
+    working weights are written at once (exact). ``is_eager``: see [Note: eager].
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a step may be asked for
         self,
         layers: Sequence[HostLayer],
         optimizer: LayeredUpdate | WholeUpdate | _Function,
@@ -64,20 +86,25 @@ class Update:
         max_norm: float | None,
         scale: float = 1.0,
         publish: bool,
+        scaler: GradScaler | None = None,
+        is_eager: bool = False,
     ) -> None:
         self._layers = layers
         self._optimizer = optimizer
-        self._max_norm = max_norm
+        self._max_norm, self._scaler = max_norm, scaler
         self._scale = scale
         self._publish = publish
+        self.is_eager = is_eager
+        if is_eager:
+            refuse_eager(max_norm=max_norm, is_layered=self.is_layered, scaler=scaler)
         self._norms: dict[int, Tensor] = {}
         self._grad_scale: Tensor | None = None
-        # Layers whose update is still to come; None: not committed.
+        # Layers whose update is still to come; None: none has begun.
         self._left: list[int] | None = None
         self._is_whole_begun = False  # an optimizer that steps as a whole was called
         self.grad_norm: Tensor | None = None
         self.skipped = False
-        self.known = threading.Event()  # set when the step has committed or was skipped
+        self.known = threading.Event()  # set when the norm is: committed, or skipped
         self.failure: BaseException | None = None
 
     @classmethod
@@ -88,26 +115,29 @@ class Update:
         *,
         max_norm: float | None,
         scale: float = 1.0,
+        scaler: GradScaler | None = None,
     ) -> Update:
         """A whole update now, in this thread: gradients into masters' ``.grad``, call, publish.
 
         All gradients must be on the host. Blocks until the working weights are written.
         """
-        update = cls(
-            layers, _Function(layers, function), max_norm=max_norm, scale=scale, publish=True
-        )
-        order = [layer.index for layer in layers if layer.trainable]
-        for layer in order:
-            update.norm(layer)
-        if not order:
-            update.nothing_to_do()
-        for layer in order:
-            update.update(layer, order)
+        whole = _Function(layers, function)
+        update = cls(layers, whole, max_norm=max_norm, scale=scale, publish=True, scaler=scaler)
+        update.run([layer.index for layer in layers if layer.trainable])
         return update
+
+    def run(self, order: Sequence[int]) -> None:
+        """All of it now, in this thread: norms, commit, updates. Gradients must be there."""
+        for layer in order:
+            self.norm(layer)
+        if not order:
+            self.nothing_to_do()
+        for layer in order:
+            self.update(layer, order)
 
     @property
     def is_committed(self) -> bool:
-        """Whether the step's updates have begun, or were skipped: a gradient is not finite."""
+        """Whether updates have begun, or were skipped because a gradient is not finite."""
         return self._left is not None
 
     @property
@@ -127,10 +157,12 @@ class Update:
         self._norms[layer] = layer_norms(g for g in gradients if g is not None)
 
     def update(self, layer: int, order: Sequence[int]) -> None:
-        """``S``: update one layer; the first one of the step commits it."""
+        """``S``: update one layer; the first one of the step commits it, unless it is eager."""
         if self._left is None:
-            self._commit(order)
+            self._begin(order)
         assert self._left is not None
+        if self.is_eager and layer not in self._norms:
+            self.norm(layer)
         if self.skipped:
             self._layers[layer].clear_gradients()
         elif isinstance(self._optimizer, LayeredUpdate):
@@ -141,10 +173,14 @@ class Update:
             self._left.clear()
         if layer in self._left:
             self._left.remove(layer)
+        if self.is_eager and not self._left:
+            self._tell()
 
     def nothing_to_do(self) -> None:
         """The step has no layer to update."""
-        self._commit(())
+        self._begin(())
+        if self.is_eager:
+            self._tell()
 
     def finish(self) -> None:
         """Go on with a committed step whose update failed, until all layers have one version.
@@ -163,19 +199,31 @@ class Update:
             self.failure = error
             self.known.set()
 
-    def _commit(self, order: Sequence[int]) -> None:
-        total = total_norm([self._norms[layer] for layer in sorted(self._norms)])
-        if self._scale != 1.0:
-            total = total * self._scale
-        self.grad_norm = total
-        self.skipped = not bool(torch.isfinite(total))
-        scale = None
-        if self._max_norm is not None and not self.skipped:
-            scale = clip_coefficient(total, self._max_norm)
-        if self._scale != 1.0:
-            scale = torch.tensor(self._scale) * (1.0 if scale is None else scale)
+    def _begin(self, order: Sequence[int]) -> None:
+        """Commit, or where that is eager start without."""
+        if self._scaler is not None:
+            self._scale *= 1.0 / self._scaler.get_scale()
+        scale = None if self._scale == 1.0 else torch.tensor(self._scale)
+        if not self.is_eager:
+            total = self._total()
+            self.skipped = not bool(torch.isfinite(total))
+            if self._max_norm is not None and not self.skipped:
+                clip = clip_coefficient(total, self._max_norm)
+                scale = clip if scale is None else scale * clip
         self._grad_scale = scale
         self._left = list(order)
+        if self._scaler is not None:
+            self._scaler.count(is_finite=not self.skipped)
+        if not self.is_eager:
+            self._tell()
+
+    def _total(self) -> Tensor:
+        """The norm of all gradients, as they are to be used but for clipping."""
+        total = total_norm([self._norms[layer] for layer in sorted(self._norms)])
+        return total if self._scale == 1.0 else total * self._scale
+
+    def _tell(self) -> None:
+        self.grad_norm = self._total()
         self.known.set()
 
 

@@ -28,6 +28,7 @@ class Sizes:
     boundary: dict[int, int] = field(default_factory=dict)  # what the layer reads from below
     kept: dict[int, int] = field(default_factory=dict)  # by autograd, from forward to backward
     largest: dict[int, int] = field(default_factory=dict)  # one tensor of that
+    work: dict[int, int] = field(default_factory=dict)  # what the layer says it took for a moment
 
 
 class Scale:
@@ -58,6 +59,10 @@ class Scale:
             self._kept[layer] = self._kept.get(layer, 0) + sum(saved)
             _raise_to(self._sizes.kept, layer, self._kept[layer])
             _raise_to(self._sizes.largest, layer, max(saved, default=0))
+
+    def note_work(self, layer: int, num_bytes: int) -> None:
+        """Count what a layer took for a moment and has given back."""
+        _raise_to(self._sizes.work, layer, num_bytes)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from roundpipe.errors import ConfigError
+from roundpipe.finetune.peft_quietly import LoraConfig, get_peft_model
+from roundpipe.models.estimate.method import ALL_LINEAR
+from roundpipe.models.routed import ROUTED, is_routed
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -51,6 +53,7 @@ def add_adapter(
     ConfigError where peft refuses the settings.
     """
     lora = lora_config(config)
+    _leave_out_routed(lora, model)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # peft 0.21 asks transformers 5.24 for a name that is about to go
@@ -81,6 +84,18 @@ def lora_config(config: TrainConfig) -> LoraConfig:
         raise ConfigError(
             f"peft: {error}\nhint: the keys under peft are the fields of LoraConfig of peft"
         ) from error
+
+
+def _leave_out_routed(lora: LoraConfig, model: nn.Module) -> None:
+    """Keep ``all-linear`` off routers and routed experts, unless the user said what to exclude.
+
+    Experts that are stacks of weights are no linear modules to begin with.
+    """
+    if lora.target_modules != ALL_LINEAR or lora.exclude_modules:
+        return
+    named = model.named_modules()
+    if any(is_routed(name) and isinstance(module, torch.nn.Linear) for name, module in named):
+        lora.exclude_modules = ROUTED
 
 
 def _plain(names: Any) -> Any:

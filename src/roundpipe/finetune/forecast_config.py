@@ -114,6 +114,7 @@ def method_of(name: str, config: TrainConfig, *, unfrozen: tuple[str, ...] = ())
         r=config.lora_r,
         target_modules=config.target_modules,
         modules_to_save=config.modules_to_save or (),
+        target_parameters=tuple((config.peft or {}).get("target_parameters") or ()),
     )
     # The adapter's settings say nothing without one, and would hide what is known of a model.
     return Method(

@@ -12,10 +12,10 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from roundpipe.finetune.model import quiet_transformers
+from roundpipe.finetune.peft_quietly import PeftModel, get_peft_model_state_dict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -34,7 +34,7 @@ import yaml
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.config import dump_config
-from roundpipe.finetune.folder_lock import lock_folder
+from roundpipe.store.folder_lock import lock_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,7 +137,7 @@ def claim(config: TrainConfig) -> Iterator[RunFolder]:
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     _make_folder(path)
     try:
-        with lock_folder(path):
+        with lock_folder(path, key="output_dir"):
             yield RunFolder(path, _judge(config, path))
     finally:
         for folder in made:

@@ -12,6 +12,7 @@ the last block. The context does the same to see what each block is called with.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.models.blocks import BlockCall, BlockReached, StandIns
+from roundpipe.models.chunked_loss import most_whole_tokens
+from roundpipe.models.lazy_logits import ChunkedHead, LazyLogits, NotInChunks
 from roundpipe.models.recording import call_arguments
 from roundpipe.models.shell import TreeCopy, TreeShell
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from roundpipe.models.recording import Split
     from roundpipe.models.shell import Home
     from roundpipe.models.spec import Boundary, Inputs
+
+logger = logging.getLogger(__name__)
 
 Calls = dict[int, BlockCall]  # by layer
 
@@ -46,10 +51,11 @@ class Prefix:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """What is read before the first block, by full name."""
-        return _tensors(self._homes)
+        return _tensors(self.homes)
 
     @property
-    def _homes(self) -> list[Home]:
+    def homes(self) -> list[Home]:
+        """Where they hang."""
         return [home for home in self.split.outside if home in self.split.read_before]
 
     def make_shell(self, device: torch.device) -> TreeShell:
@@ -61,7 +67,7 @@ class Prefix:
 
         stand_ins = StandIns(self.split.blocks, stop)
         tree = self.split.outside_copy(
-            device, stand_ins, homes=self._homes, idle=lambda _home: "nan"
+            device, stand_ins, homes=self.homes, idle=lambda _home: "nan"
         )
 
         def run(module: nn.Module, _boundary: Boundary, inputs: Inputs, _context: Any) -> Boundary:
@@ -109,44 +115,117 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Suffix:
-    """Everything after the last block: final norm, head and loss; returns the model's output."""
+    """Everything after the last block: final norm, head and loss; returns the model's output.
+
+    ``in_chunks``: whether many tokens' loss may be made without all their logits, if nobody asks
+    for these; its output then has none.
+    """
 
     split: Split
     name: str = "suffix"
+    in_chunks: bool = True
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """What is read after the last block, by full name."""
-        return _tensors(self._homes)
+        return _tensors(self.homes)
 
     @property
-    def _homes(self) -> list[Home]:
+    def homes(self) -> list[Home]:
+        """Where they hang."""
         return [home for home in self.split.outside if home in self.split.read_after]
 
-    def make_shell(self, device: torch.device) -> TreeShell:
-        """A shell that runs the model's forward with the hidden state put in by the stand-ins."""
-        forms = self.split.forms
-        brought: list[Any] = [None]
+    def make_shell(self, device: torch.device, *, rows: int | None = None) -> TreeShell:
+        """A shell that runs the model's forward with the hidden state put in by the stand-ins.
 
-        def bring(index: int, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-            return forms[index].pack(brought[0])
-
-        stand_ins = StandIns(self.split.blocks, bring)
+        ``rows``: make every loss in chunks of so many tokens.
+        """
+        run = _RunSuffix(self.split)
         tree = self.split.outside_copy(
-            device, stand_ins, homes=self._homes, idle=self.split.idle_after
+            device, run.stand_ins, homes=self.homes, idle=self.split.idle_after
         )
-
-        def run(module: nn.Module, boundary: Boundary, inputs: Inputs, _context: Any) -> Boundary:
-            stand_ins.begin()
-            brought[0] = boundary
-            try:
-                output = module(*inputs.args, **call_arguments(module, inputs))
-            finally:
-                brought[0] = None
-            stand_ins.require_all_called()
-            return output
-
+        head = head_of(self.split.root)
+        if self.in_chunks and head is not None and ChunkedHead.can_be(tree.copy_of(head)):
+            run.head = ChunkedHead(tree.copy_of(head), rows)
+        elif rows is not None:
+            run.refuse("its head is not known, or has hooks")
         return TreeShell(tree, run)
+
+
+def head_of(root: Any) -> nn.Module | None:
+    """The module that makes the logits, by the model's own word; None if it has none."""
+    base = root.get_base_model() if hasattr(root, "get_base_model") else root
+    head = getattr(base, "get_output_embeddings", lambda: None)()
+    is_inside = isinstance(head, nn.Module) and any(head is module for module in root.modules())
+    return head if is_inside else None
+
+
+class _RunSuffix:
+    """Runs the model's forward from the last block on; of one shell."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._brought: Any = None
+        self._is_refused = False  # and said so
+        self.stand_ins = StandIns(split.blocks, self._bring)
+        self.head: ChunkedHead | None = None
+        self.work_bytes = 0  # of a chunk of the last loss
+
+    def _bring(self, index: int, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+        return self._split.forms[index].pack(self._brought)
+
+    def __call__(
+        self, module: nn.Module, boundary: Boundary, inputs: Inputs, _context: Any
+    ) -> Boundary:
+        self.work_bytes = 0
+        if self.head is None or not self._is_in_chunks(self.head, boundary, inputs):
+            return self._whole(module, boundary, inputs)
+        try:
+            with self.head:
+                output = _without_logits(self._whole(module, boundary, inputs))
+        except NotInChunks as refused:
+            self.refuse(str(refused))
+            return self._whole(module, boundary, inputs)
+        self.work_bytes = self.head.work_bytes
+        return output
+
+    def refuse(self, what: str) -> None:
+        """Say once that the loss of this model is not made in chunks."""
+        if not self._is_refused:
+            logger.warning(
+                "the loss of %s is made with all logits at once, which takes much memory in long "
+                "sequences: it cannot be cut by tokens: %s",
+                type(self._split.root).__name__,
+                what,
+            )
+        self._is_refused = True
+
+    def _is_in_chunks(self, head: ChunkedHead, boundary: Boundary, inputs: Inputs) -> bool:
+        has_labels = (inputs.kwargs or {}).get("labels") is not None
+        if inputs.wants_logits or not has_labels or self._is_refused:
+            return False
+        tokens = boundary.shape[:-1].numel()
+        return head.rows is not None or tokens > most_whole_tokens(self._split.vocabulary)
+
+    def _whole(self, module: nn.Module, boundary: Boundary, inputs: Inputs) -> Boundary:
+        self.stand_ins.begin()
+        self._brought = boundary
+        try:
+            output = module(*inputs.args, **call_arguments(module, inputs))
+        finally:
+            self._brought = None
+        self.stand_ins.require_all_called()
+        return output
+
+
+def _without_logits(output: Any) -> Any:
+    """The output as it is handed on; its loss must be there, and must have been made in chunks."""
+    lazy = [key for key, value in output.items() if isinstance(value, LazyLogits)]
+    if not lazy or not isinstance(output.get("loss"), Tensor) or "loss" in lazy:
+        raise NotInChunks("no loss, or none that was made of the head's logits")
+    for key in lazy:
+        output[key] = None
+    return output
 
 
 class CausalLMContext:

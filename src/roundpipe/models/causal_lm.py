@@ -7,7 +7,7 @@ rebuild every argument exactly without weights. A model where it does not is ref
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from roundpipe.errors import ModelError
 from roundpipe.models.causal_layers import Block, CausalLMContext, Prefix, Suffix
 from roundpipe.models.changes import TreeWatch
+from roundpipe.models.chunk_trial import loss_can_be_cut
+from roundpipe.models.experts import tell_slow_experts
+from roundpipe.models.four_bit import values_of
 from roundpipe.models.loss import count_trained_tokens
 from roundpipe.models.recording import record, refuse
 from roundpipe.models.refusals import refuse_unsupported
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from roundpipe.models.recording import Recording, Split
     from roundpipe.models.shell import TreeShell
+    from roundpipe.store.packed import PackedTensor
 
 _CPU = torch.device("cpu")
 CausalLayer = Prefix | Block | Suffix
@@ -56,21 +60,29 @@ class CausalLMSpec:
         return self._watch.difference()
 
 
-def causal_lm_spec(model: nn.Module) -> CausalLMSpec:
+def causal_lm_spec(
+    model: nn.Module, packed: Mapping[Tensor, PackedTensor] | None = None
+) -> CausalLMSpec:
     """Split a Hugging Face causal LM, plain or wrapped by peft, after the structure of its forward.
 
     Runs the model a few times on 16 tokens, on the CPU, on copies that share its weights: the
-    user's modules, their ``training`` flags and the random state stay as they are. Raises
+    user's modules, their ``training`` flags and the random state stay as they are. ``packed``: the
+    packed values of parameters that are stand-ins; unpacked for the blocks that run. Raises
     ModelError naming the class and the reason if the chain would not equal the model bit for bit.
     """
     refuse_unsupported(model)
-    recording = record(model)
+    tell_slow_experts(model)
+    packed = packed or {}
+    recording = record(model, packed=packed)
     split = recording.split
     layers = chain_of(split)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             _check_context(recording)
-            takes_num_items = _check_chain(recording, layers)
+            hidden, takes_num_items = _check_chain(recording, layers, packed)
+            suffix, inputs = layers[-1], recording.inputs
+            if isinstance(suffix, Suffix) and not loss_can_be_cut(suffix, hidden, inputs, packed):
+                layers[-1] = replace(suffix, in_chunks=False)
         except ModelError:
             raise
         except Exception as error:
@@ -100,8 +112,15 @@ def _check_context(recording: Recording) -> None:
             raise refuse(split.root, f"an argument of {name} depends on weights")
 
 
-def _check_chain(recording: Recording, layers: Sequence[CausalLayer]) -> bool:
-    """Compare the chain with the plain run; return whether its loss takes a number of items."""
+def _check_chain(
+    recording: Recording,
+    layers: Sequence[CausalLayer],
+    packed: Mapping[Tensor, PackedTensor],
+) -> tuple[Tensor, bool]:
+    """Compare the chain with the plain run.
+
+    Returns what the last layer got, and whether its loss takes a number of items.
+    """
     split, inputs = recording.split, recording.inputs
     context = CausalLMContext(split, _CPU)
     context.eval()
@@ -110,7 +129,7 @@ def _check_chain(recording: Recording, layers: Sequence[CausalLayer]) -> bool:
     for layer in layers:
         if isinstance(layer, Block) and layer.index not in recording.checked:
             continue
-        shell = _bound_shell(layer)
+        shell = _bound_shell(layer, packed)
         before, boundary = boundary, shell(boundary, inputs, calls)
     for key in ("logits", "loss"):
         plain, ours = recording.output.get(key), boundary.get(key)
@@ -119,7 +138,7 @@ def _check_chain(recording: Recording, layers: Sequence[CausalLayer]) -> bool:
         if not torch.equal(plain, ours):
             difference = (plain - ours).abs().max().item()
             raise refuse(split.root, f"the {key} of the chain differ by {difference:.3g}")
-    return _loss_takes_num_items(shell, before, inputs, boundary.loss)
+    return before, _loss_takes_num_items(shell, before, inputs, boundary.loss)
 
 
 def _loss_takes_num_items(suffix: TreeShell, hidden: Any, inputs: Inputs, mean: Tensor) -> bool:
@@ -133,9 +152,9 @@ def _loss_takes_num_items(suffix: TreeShell, hidden: Any, inputs: Inputs, mean: 
     return torch.allclose(2 * half, mean, rtol=1e-3)
 
 
-def _bound_shell(layer: CausalLayer) -> TreeShell:
+def _bound_shell(layer: CausalLayer, packed: Mapping[Tensor, PackedTensor]) -> TreeShell:
     shell = layer.make_shell(_CPU)
-    shell.bind(layer.tensors)
+    shell.bind(values_of(layer.homes, packed))
     shell.module.eval()
     return shell
 

@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING
 from roundpipe.models.sequential import sequential_spec
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
 
     from roundpipe.models.spec import ModelSpec
+    from roundpipe.store.packed import PackedTensor
 
 
-def spec_for(module: nn.Module) -> ModelSpec:
+def spec_for(module: nn.Module, packed: Mapping[Tensor, PackedTensor] | None = None) -> ModelSpec:
     """Make the chain of a module: a Hugging Face causal LM by structure, others by their children.
 
+    ``packed``: the packed values of parameters that are stand-ins, see `roundpipe.store.frozen`.
     Raises ModelError, with the reason and the way out, for what cannot be run exactly.
     """
     if _is_causal_lm(module):
         from roundpipe.models.causal_lm import causal_lm_spec  # noqa: PLC0415 (imports late)
 
-        return causal_lm_spec(module)
+        return causal_lm_spec(module, packed)
     return sequential_spec(module)
 
 

@@ -15,17 +15,20 @@ through: the same in the plain run and in the split chain, so the comparison sta
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path
 
 from roundpipe.errors import ModelError, RoundPipeError
 from roundpipe.models.blocks import BlockCall, BlockForm, StandIn, StandIns, find_blocks
+from roundpipe.models.four_bit import values_of
+from roundpipe.models.reads import Reads
 from roundpipe.models.shell import Home, TensorNames, TreeCopy, TreeShell, find_homes
 from roundpipe.models.spec import Inputs
+from roundpipe.store.packed import PackedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from roundpipe.models.shell import Fill
 
 _CPU = torch.device("cpu")
+_NOTHING: Mapping[Tensor, PackedTensor] = MappingProxyType({})
 _RUN_ALL_BELOW = 10_000_000  # parameters in blocks; above, one block of each kind and two more
 _FORCED = {"use_cache": False, "return_dict": True}
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -50,6 +54,7 @@ class Split:
     outside: Sequence[Home] = field(repr=False)
     read_before: frozenset[Home] = field(repr=False)  # before or between blocks
     read_after: frozenset[Home] = field(repr=False)
+    vocabulary: int  # logits of a token; 0: the model gives none
 
     def idle_after(self, home: Home) -> Fill:
         """What stands for a tensor where what comes before the blocks runs for nothing but shapes.
@@ -113,10 +118,13 @@ def call_arguments(root: nn.Module, inputs: Inputs) -> dict[str, Any]:
     return kwargs
 
 
-def record(root: nn.Module, device: torch.device = _CPU) -> Recording:
+def record(
+    root: nn.Module, device: torch.device = _CPU, packed: Mapping[Tensor, PackedTensor] = _NOTHING
+) -> Recording:
     """Run the model on a tiny input and learn its split; raises ModelError where it has none.
 
-    ``device``: where its tensors are, the CPU or meta. On meta nothing has a value.
+    ``device``: where its tensors are, the CPU or meta. On meta nothing has a value. ``packed``:
+    the packed values of parameters that are stand-ins.
     """
     list_name, found = find_blocks(root)
     blocks = list(found)
@@ -125,10 +133,11 @@ def record(root: nn.Module, device: torch.device = _CPU) -> Recording:
     checked = _blocks_to_run(blocks)
     with torch.random.fork_rng(devices=[]):
         try:
-            seen, output = _run_plain(root, blocks, names, inputs, checked)
+            seen, output = _run_plain(root, blocks, names, inputs, (checked, packed))
             forms = seen.forms()
             outside = find_homes(root, names, blocks)
-            before, after = _run_traced(root, blocks, forms, outside, names, inputs)
+            values = values_of(outside, packed)
+            before, after = _run_traced(root, blocks, forms, (outside, values), names, inputs)
         except RoundPipeError as error:
             raise refuse(root, str(error).split("\nhint")[0]) from error
         except Exception as error:
@@ -143,6 +152,7 @@ def record(root: nn.Module, device: torch.device = _CPU) -> Recording:
         outside,
         frozenset(before),
         frozenset(after),
+        _vocabulary(output),
     )
     calls = [form.with_hidden(call, None) for form, call in zip(forms, seen.calls, strict=True)]
     return Recording(inputs, output, calls, checked, split)
@@ -161,6 +171,11 @@ def tiny_inputs(root: Any, device: torch.device = _CPU) -> Inputs:
     labels = ids.masked_fill(mask == 0, -100)
     named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return Inputs((), {name: tensor.to(device) for name, tensor in named.items()})
+
+
+def _vocabulary(output: Any) -> int:
+    logits = getattr(output, "logits", None)
+    return int(logits.shape[-1]) if isinstance(logits, Tensor) else 0
 
 
 def _device_of(inputs: Inputs) -> torch.device:
@@ -272,9 +287,10 @@ def _run_plain(
     blocks: Sequence[nn.Module],
     names: TensorNames,
     inputs: Inputs,
-    checked: frozenset[int],
+    what: tuple[frozenset[int], Mapping[Tensor, PackedTensor]],
 ) -> tuple[_Seen, Any]:
-    """Run the model as it is and note its blocks' calls."""
+    """Run the model as it is, with the blocks that are to be checked, and note their calls."""
+    checked, packed = what
     seen = _Seen()
     first: dict[Any, int] = {}
     stand_ins: dict[nn.Module, nn.Module] = {}
@@ -285,11 +301,13 @@ def _run_plain(
     homes = find_homes(root, names, stand_ins)
     tree = TreeCopy(root, names, _device_of(inputs), homes=homes, stand_ins=stand_ins)
     shell = TreeShell(tree, _call_tree)
-    shell.bind({home.name: home.tensor for home in homes})
+    shell.bind(values_of(homes, packed))
     shell.module.eval()
     order: list[nn.Module] = []
     for block in dict.fromkeys(blocks):
         copied = stand_ins[block] if block in stand_ins else tree.copy_of(block)
+        if block not in stand_ins:
+            shell.unpack_within(copied)  # one block's weights at a time
 
         def enter(_: Any, args: Any, kwargs: Any, block: nn.Module = block) -> None:
             order.append(block)
@@ -318,36 +336,16 @@ def _call_tree(module: nn.Module, _boundary: Any, inputs: Inputs, _context: Any)
     return module(*inputs.args, **call_arguments(module, inputs))
 
 
-class _Watched(TorchDispatchMode):
-    """Notes which of some tensors are read by ops while ``reading`` is a set."""
-
-    def __init__(self, homes: Mapping[int, Home]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._homes = homes
-        self.reading: set[Home] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        for leaf in tree_flatten((args, kwargs))[0]:
-            if isinstance(leaf, Tensor) and id(leaf) in self._homes:
-                self.reading.add(self._homes[id(leaf)])
-        return func(*args, **(kwargs or {}))
-
-
 def _run_traced(
     root: nn.Module,
     blocks: Sequence[nn.Module],
     forms: Sequence[BlockForm],
-    outside: Sequence[Home],
+    of_outside: tuple[Sequence[Home], Mapping[str, Tensor | PackedTensor]],
     names: TensorNames,
     inputs: Inputs,
 ) -> tuple[set[Home], set[Home]]:
     """Let the hidden state through the blocks; return what is read before and after them."""
+    outside, values = of_outside
     before: set[Home] = set()
     after: set[Home] = set()
 
@@ -374,12 +372,16 @@ def _run_traced(
         stand_ins=stand_ins.modules,
     )
     # A leaf for each place, so that a tied tensor tells through which of them it is read.
+    whole = {
+        name: value.unpack() if isinstance(value, PackedTensor) else value.data
+        for name, value in values.items()
+    }
     leaves = [
-        tree.hang(home, home.tensor.data, requires_grad=home.tensor.is_floating_point())
+        tree.hang(home, whole[home.name], requires_grad=whole[home.name].is_floating_point())
         for home in outside
     ]
     tree.module.eval()
-    watched = _Watched({id(leaf): home for leaf, home in zip(leaves, outside, strict=True)})
+    watched = Reads({id(leaf): home for leaf, home in zip(leaves, outside, strict=True)})
     watched.reading = before
     with torch.enable_grad(), watched:
         _call_tree(tree.module, None, inputs, None)

@@ -23,6 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.errors import ModelError
+from roundpipe.models.experts import run_grouped
+from roundpipe.models.four_bit import compute_dtypes, is_linear4bit, run_plainly_, state_of
+from roundpipe.models.unpacking import Unpacking
+from roundpipe.store.four_bit import unpacked_form
+from roundpipe.store.packed import PackedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -144,9 +149,13 @@ def _share_attributes(module: nn.Module, memo: _Memo, device: torch.device) -> N
 
 
 def placeholder(like: Tensor, device: torch.device, fill: Fill) -> Tensor:
-    """A tensor of ``like``'s shape and dtype that takes no memory: one element, repeated."""
-    value = float("nan") if fill == "nan" and like.dtype.is_floating_point else 0
-    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
+    """A tensor of ``like``'s shape and dtype that takes no memory: one element, repeated.
+
+    Shape and dtype of a packed parameter are those it has when unpacked.
+    """
+    shape, dtype = unpacked_form(like)
+    value = float("nan") if fill == "nan" and dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 class TreeCopy:
@@ -171,6 +180,8 @@ class TreeCopy:
         originals = list(walk(module, stand_ins or ()))
         for original in originals:
             _share_attributes(original, memo, device)
+            if (state := state_of(original)) is not None:
+                memo[id(state)] = state
         for home in (*homes, *(home for home, _ in idle)):
             memo[id(home.tensor)] = home.tensor
         for original, stand_in in (stand_ins or {}).items():
@@ -181,12 +192,16 @@ class TreeCopy:
         for copied, _ in self._pairs:
             if copied.__dict__.get("gradient_checkpointing"):
                 copied.gradient_checkpointing = False  # recomputing is the engine's
+            if is_linear4bit(copied):
+                run_plainly_(copied)
+        self.packed_dtypes = compute_dtypes(homes)
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {}
         for home in homes:
             self._give_leaf(home, device)
         for home, fill in idle:
             self.hang(home, placeholder(home.tensor, device, fill))
+        run_grouped(copied for copied, _ in self._pairs)
         self.sync_mode()
 
     def _give_leaf(self, home: Home, device: torch.device) -> None:
@@ -245,6 +260,7 @@ class TreeShell:
         self._tree = tree
         self._run = run
         self._bound: list[tuple[str, dict[str, Tensor | None], str, Tensor, int]] = []
+        self._unpacking = Unpacking(tree.packed_dtypes)
 
     @property
     def module(self) -> nn.Module:
@@ -256,20 +272,36 @@ class TreeShell:
         """The shell's leaves by full name; the same objects always."""
         return self._tree.parameters
 
-    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+    @property
+    def work_bytes(self) -> int:
+        """What ``run`` says that its last call took for a moment; 0 if it says nothing."""
+        return int(getattr(self._run, "work_bytes", 0))
+
+    def bind(self, tensors: Mapping[str, Tensor | PackedTensor]) -> None:
         """Point parameters and buffers at ``tensors``: full name -> tensor on the shell's device.
 
         ``tensors`` may hold more names than the layer has. Takes about half a microsecond each.
         """
+        self._unpacking.clear()
         for name, leaf in self._tree.parameters.items():
-            leaf.data = tensors[name]
+            value = tensors[name]
+            if isinstance(value, PackedTensor):
+                self._unpacking.bind(name, leaf, value)
+            else:
+                leaf.data = value
         self._bound.clear()
         for name, places in self._tree.buffers.items():
+            buffer = tensors[name]
+            assert isinstance(buffer, Tensor), name
             # .data: a version counter of its own, not that of the memory it is a view of
-            view = tensors[name].data
+            view = buffer.data
             for held, local in places:
                 held[local] = view
                 self._bound.append((name, held, local, view, view._version))
+
+    def unpack_within(self, module: nn.Module) -> None:
+        """Have packed weights below a module of the shell's tree there only while that runs."""
+        self._unpacking.within(module)
 
     def sync_mode(self) -> None:
         """Take over the ``training`` flags of the user's modules."""
@@ -277,7 +309,8 @@ class TreeShell:
 
     def __call__(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
         """Run the layer; raises ModelError if it changed a buffer, which nothing would keep."""
-        result = self._run(self._tree.module, boundary, inputs, context)
+        with self._unpacking.unpacked():
+            result = self._run(self._tree.module, boundary, inputs, context)
         for name, held, local, view, version in self._bound:
             if held[local] is not view or view._version != version:
                 raise ModelError(

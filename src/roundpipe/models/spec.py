@@ -22,15 +22,21 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from roundpipe.store.packed import PackedTensor
+
 Boundary = Any  # a pytree of tensors; between most layers one hidden state [batch, length, hidden]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one microbatch calls the model with, on the device that runs it."""
+    """What one microbatch calls the model with, on the device that runs it.
+
+    ``wants_logits``: whether anybody reads more of the model's output than its loss.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
+    wants_logits: bool = True
 
 
 class Shell(Protocol):
@@ -41,10 +47,19 @@ class Shell(Protocol):
         """The shell's own leaf parameters by full name, for gradients; the same objects always."""
         ...
 
-    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+    @property
+    def work_bytes(self) -> int:
+        """What the last forward took at its worst moment beside what autograd keeps of it.
+
+        As far as it is known to be much: 0 for most layers.
+        """
+        ...
+
+    def bind(self, tensors: Mapping[str, Tensor | PackedTensor]) -> None:
         """Point parameters and buffers at ``tensors`` (full name -> device view).
 
-        Takes about half a microsecond each; ``tensors`` may hold names of other layers too.
+        A packed parameter has its weights, and their memory, only while the layer runs. Takes
+        about half a microsecond each; ``tensors`` may hold names of other layers too.
         """
         ...
 

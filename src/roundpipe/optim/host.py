@@ -1,8 +1,8 @@
 """Runs an optimizer over the host store, layer by layer where the optimizer allows it.
 
-Two kinds. Our own `AdamW` is *layered*: it updates one parameter at a time, so the layers that the
-next step needs first can be ready first. Any other ``torch.optim`` optimizer only knows how to step
-as a whole.
+Two kinds. A *layered* optimizer updates one parameter at a time, so the layers that the next step
+needs first can be ready first: those of `roundpipe.optim`, and the many of ``torch.optim`` that
+treat each parameter on its own. Any other optimizer only knows how to step as a whole.
 
 The learning rate is the one at the call of ``step``, while the update itself runs later in another
 thread and the caller's scheduler has moved on. So `HostOptimizer.begin` freezes what the optimizer
@@ -13,37 +13,61 @@ is told and returns an `Update`: one for each training step, several may be aliv
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
+from roundpipe import optim
 from roundpipe.errors import ConfigError
-from roundpipe.optim.adamw import AdamW
+from roundpipe.optim.layered import as_layered
+from roundpipe.optim.on_disk import StateOnDisk
 from roundpipe.optim.whole import WholeUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from roundpipe.optim.layered import Layered
     from roundpipe.store.layer import HostLayer
+
+logger = logging.getLogger(__name__)
 
 
 class HostOptimizer:
-    """Knows which layers' masters an optimizer holds.
+    """Knows which layers' masters an optimizer holds, and how it can be stepped.
 
-    Raises ConfigError if it holds anything else, for example a model's working weights.
+    ``state_dir``: where state and masters are between updates, see `StateOnDisk`, also for
+    ``resume``; nothing may be under way then. Raises ConfigError if the optimizer holds anything
+    else, for example a model's working weights, or if its state is to be on disk and it only steps
+    as a whole.
     """
 
-    def __init__(self, optimizer: Optimizer, layers: Sequence[HostLayer]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layers: Sequence[HostLayer],
+        *,
+        state_dir: Path | None = None,
+        resume: bool = False,
+    ) -> None:
         self.optimizer = optimizer
         self.layers = tuple(layers)
+        self.on_disk: StateOnDisk | None = None
         self._refuse_strangers()
+        layered = as_layered(optimizer)
+        if isinstance(layered, str):
+            logger.info("the optimizer steps all layers at once: %s", layered)
+        if state_dir is not None:
+            self._require_layered(layered)
+            self.on_disk = StateOnDisk(state_dir, optimizer, layers, resume=resume)
 
     @property
     def is_layered(self) -> bool:
         """Whether it updates layer by layer (`LayeredUpdate`) or only as a whole."""
-        return isinstance(self.optimizer, AdamW)
+        return not isinstance(as_layered(self.optimizer), str)
 
     def begin(self) -> LayeredUpdate | WholeUpdate:
         """Freeze hyperparameters and parameter groups for one step; blocks on nothing.
@@ -51,13 +75,29 @@ class HostOptimizer:
         Raises ConfigError if parameters were added since that are not masters.
         """
         held = self._refuse_strangers()
-        if not isinstance(self.optimizer, AdamW):
+        layered = as_layered(self.optimizer)
+        if self.on_disk is not None:
+            self._require_layered(layered)
+        if isinstance(layered, str):
             return WholeUpdate(self.optimizer, self.layers, held)
         return LayeredUpdate(
-            self.optimizer,
+            layered,
             {layer.index: layer for layer in self.layers},
             {x.index: [n for n, p in x.masters.items() if p in held] for x in self.layers},
+            self.on_disk,
         )
+
+    def close(self) -> None:
+        """Let state on disk reach the disk; nothing may be under way. Idempotent."""
+        if self.on_disk is not None:
+            self.on_disk.close()
+
+    def _require_layered(self, layered: Layered | str) -> None:
+        if isinstance(layered, str):
+            raise ConfigError(
+                "optim_state_dir: the optimizer needs the state of all layers at once: "
+                f"{layered}\nhint: roundpipe.optim.AdamW(model.optim_parameters())"
+            )
 
     def _refuse_strangers(self) -> set[Tensor]:
         """The parameters held, all of them masters of ours or once so (frozen since)."""
@@ -74,7 +114,7 @@ class HostOptimizer:
         )
         kind = type(self.optimizer)
         module = kind.__module__.rpartition(".")[0] or kind.__module__
-        module = "roundpipe.optim" if kind.__name__ == "AdamW" else module
+        module = "roundpipe.optim" if kind.__name__ in optim.__all__ else module
         lr = float(self.optimizer.param_groups[0].get("lr", 1e-3))
         raise ConfigError(
             f"the optimizer does not hold master weights but {what} "
@@ -91,11 +131,13 @@ class LayeredUpdate:
 
     def __init__(
         self,
-        optimizer: AdamW,
+        optimizer: Layered,
         layers: Mapping[int, HostLayer],
         parameters: Mapping[int, Sequence[str]],
+        on_disk: StateOnDisk | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._on_disk = on_disk
         self._layers = layers
         self._left = {index: deque(names) for index, names in parameters.items()}
         self._snapshot = optimizer.hyperparameters()
@@ -108,13 +150,16 @@ class LayeredUpdate:
         Also writes its working weights, unless ``publish`` is False: then masters must have been
         split. Parameters without a gradient are neither decayed nor stepped. Clears the layer's
         gradients at the end. After a failure a second call goes on with the parameter that failed;
-        once the layer is done, further calls do nothing.
+        once the layer is done, further calls do nothing. Where state is on disk it blocks until
+        the layer's has been read, and raises what `StateOnDisk` raises.
         """
         left = self._left.get(index)
         if left is None:
             return
         layer = self._layers[index]
         gradients = layer.take_gradients()
+        if self._on_disk is not None and not gradients.keys().isdisjoint(left):
+            self._on_disk.bring(index)
         while left:
             name = left[0]
             alias = layer.is_alias(name)
@@ -130,3 +175,5 @@ class LayeredUpdate:
             left.popleft()
         layer.clear_gradients()
         del self._left[index]
+        if self._on_disk is not None:
+            self._on_disk.leave(index, published=publish)

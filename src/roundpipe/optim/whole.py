@@ -1,27 +1,24 @@
 """One step of an optimizer that we know nothing about: any ``torch.optim.Optimizer``.
 
-It runs later and in another thread than the call of ``step`` that it belongs to, yet must see the
-learning rate of that call. So it is stepped through a *twin*: an object of the same class that
-shares state and everything else, except that its parameter groups are the frozen ones. What the
-step itself changes in groups or attributes (some optimizers count there) is carried back.
+It runs later and in another thread than the call of ``step`` that it belongs to, with the groups of
+that call: through a twin (`roundpipe.optim.twin`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+from roundpipe.optim.twin import Twin, frozen_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence, Set
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from roundpipe.store.layer import HostLayer
-
-Group = dict[str, Any]
 
 
 class WholeUpdate:
@@ -33,7 +30,7 @@ class WholeUpdate:
         self._optimizer = optimizer
         self._layers = layers
         self._held = held
-        self._groups = [_frozen(group) for group in optimizer.param_groups]
+        self._groups = frozen_groups(optimizer)
         # Schedulers look at this to warn that they run before the optimizer's step.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -73,26 +70,6 @@ class WholeUpdate:
         if "param_groups" not in vars(optimizer):  # a wrapper that keeps its groups elsewhere
             optimizer.step()
             return
-        twin: Optimizer = object.__new__(type(optimizer))
-        vars(twin).update(vars(optimizer))
-        vars(twin).pop("step", None)  # a scheduler's wrapper, bound to the original
-        twin.param_groups = [dict(group) for group in self._groups]
-        shared = dict(vars(twin))
-        twin.step()
-        for group, was, now in zip(
-            optimizer.param_groups, self._groups, twin.param_groups, strict=False
-        ):
-            group.update(_changes(was, now))
-        changes = _changes(shared, vars(twin))
-        vars(optimizer).update(changes)
-
-
-def _frozen(group: Group) -> Group:
-    """A copy of a parameter group with values of its own (a learning rate may be a tensor)."""
-    frozen = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
-    frozen["params"] = list(group["params"])
-    return frozen
-
-
-def _changes(was: Group, now: Group) -> Group:
-    return {k: v for k, v in now.items() if k not in was or v is not was[k]}
+        changes = Twin(optimizer, self._groups).step()
+        for group, changed in zip(optimizer.param_groups, changes, strict=False):
+            group.update(changed)

@@ -255,7 +255,7 @@ def accesses_are_ordered(replay: Replay) -> Iterator[str]:
                 yield f"{who} touches {buffer} without waiting for {back}{other[1]}"
 
 
-_MADE_BY_NAME = frozenset({"boundary", "boundary_gradient", "partial", "gradient", "norm"})
+_MADE_BY_NAME = frozenset({"boundary", "boundary_gradient", "gradient", "norm"})
 _MADE_FOR_VISIT = frozenset({"slot", "sums", "in", "grad_in", "out"})  # used in turn
 
 
@@ -273,7 +273,14 @@ def results_are_awaited(replay: Replay) -> Iterator[str]:
                 yield f"{action} reads {buffer}, which nothing makes before it"
             if buffer[0] in _MADE_FOR_VISIT and not _is_for(maker, action):
                 yield f"{action} reads {buffer}, which {maker or 'nothing'} made before it"
+            if buffer[0] == "partial" and not _is_added(replay.chain[-1], maker, action):
+                yield f"{action} reads {buffer}, which {maker or 'nothing'} made before it"
         made.update(dict.fromkeys(touched.writes, action))
+
+
+def _is_added(schedule: Schedule, maker: Action | None, merge: Action) -> bool:
+    """Whether a merge is to add up what ``maker`` brought."""
+    return maker is not None and maker.index in schedule.addends.get(merge, ())
 
 
 def _given(schedule: Schedule, step: int) -> set[Buffer]:

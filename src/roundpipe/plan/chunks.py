@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from roundpipe.plan.actions import Action, Op
 from roundpipe.plan.draft import Draft, Options, named, two_turns_ago
-from roundpipe.plan.schedule import Schedule, Visit, stream
+from roundpipe.plan.schedule import Schedule, Visit, num_places, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from roundpipe.plan.costs import Costs
 
@@ -95,20 +95,25 @@ def _upload(
 def add_gradients(base: Schedule, before: Schedule | None, options: Options) -> Schedule:
     """Download each visit's gradients once; add up on the host where several come.
 
-    All of an owner's are added up at once, in visit order, when the last one is there: each is
-    then read once and the sum is written once. A visit's first backward waits for its gradient slot
-    as uploads do for theirs.
+    What the visits of one stage in one round bring is added to the sum at once, in visit order, so
+    the sum is read and written once for all of them. Then their memory is free for later visits:
+    there are two places for each device. A visit's first backward waits for its gradient slot as
+    uploads do for theirs.
     """
     draft = Draft.of(base, before)
     owners, chunks = dict(base.owners), dict(base.chunks)
     merged = _merged_owners(base, options)
-    givers = _givers(base, options.costs, merged)
+    groups = _groups(base, options.costs, merged)
+    merges = {
+        visit.number: Action(Op.MERGE, group[-1].number) for group in groups for visit in group
+    }
+    free = _free_on_host(draft, merges)
     for device in range(base.num_devices):
         visits = [item for item in draft.visits(device) if _trained(options.costs, item[0])]
         for at, (visit, is_before) in enumerate(visits):
             if is_before:
                 continue
-            sent = _download(draft, visit, options, givers)
+            sent = _download(draft, visit, options, merged, free.get(visit.number, ()))
             owners.update(sent)
             chunks[Op.DOWNLOAD, visit.number] = len(sent)
 
@@ -120,26 +125,48 @@ def add_gradients(base: Schedule, before: Schedule | None, options: Options) -> 
                 writer = visit.compute(visit.microbatches[0])[-1]
                 draft.waits[writer] += two_turns_ago(visits, at, last_download)
     addends: dict[Action, tuple[int, ...]] = {}
-    for visit in base.visits:
-        whole = tuple(owner for owner, visits in givers.items() if visits[-1] is visit)
-        if whole:
-            merge = Action(Op.MERGE, visit.number)
-            added = {other.number: other for owner in whole for other in givers[owner]}
-            brought = [_last_download(added[number], chunks) for number in sorted(added)]
-            taken = [Action(Op.UPDATE, owner, before=True) for owner in whole]
-            draft.put("sums", merge, [*brought, *taken])
-            owners[merge], addends[merge] = whole, tuple(sorted(added))
+    for group in groups:
+        merge = merges[group[-1].number]
+        gave = [owner for visit in group for owner in _trained(options.costs, visit)]
+        whole = tuple(dict.fromkeys(owner for owner in gave if owner in merged))
+        brought = [_last_download(visit, chunks) for visit in group]
+        taken = [Action(Op.UPDATE, owner, before=True) for owner in whole]
+        draft.put("sums", merge, [*brought, *taken])
+        owners[merge], addends[merge] = whole, tuple(visit.number for visit in group)
     return draft.done(owners=owners, chunks=chunks, addends=addends)
 
 
-def _givers(base: Schedule, costs: Costs, merged: set[int]) -> dict[int, list[Visit]]:
-    """For each owner whose gradient is added up the visits that give some, in order."""
-    givers: dict[int, list[Visit]] = {}
+def _groups(base: Schedule, costs: Costs, merged: set[int]) -> list[list[Visit]]:
+    """Visits whose gradients are added up at once, on as many devices: a stage in one round."""
+    groups: list[list[Visit]] = []
     for visit in base.visits:
-        for owner in _trained(costs, visit):
-            if owner in merged:
-                givers.setdefault(owner, []).append(visit)
-    return givers
+        if merged.isdisjoint(_trained(costs, visit)):
+            continue
+        last = groups[-1] if groups else []
+        is_next = bool(last) and (last[-1].number, last[-1].stage) == (
+            visit.number - 1,
+            visit.stage,
+        )
+        if is_next and visit.device not in {other.device for other in last}:
+            last.append(visit)
+        else:
+            groups.append([visit])
+    return groups
+
+
+def _free_on_host(draft: Draft, merges: Mapping[int, Action]) -> dict[int, list[Action]]:
+    """For each visit what frees the place on the host into which it brings partial sums.
+
+    Places are used in turn through the step, from the first one on in each.
+    """
+    users, count = sorted(merges), num_places(draft.base)
+    free: dict[int, list[Action]] = {}
+    for rank, visit in enumerate(users):
+        last = users[rank + (len(users) - 1 - rank) // count * count]
+        free[visit] = [merges[last].of_step_before()] if draft.before else []
+        if rank >= count:
+            free[visit] = [merges[users[rank - count]]]
+    return free
 
 
 def _trained(costs: Costs, visit: Visit) -> tuple[int, ...]:
@@ -155,16 +182,14 @@ def _last_download(visit: Visit, chunks: Mapping[tuple[Op, int], int]) -> Action
 
 
 def _download(
-    draft: Draft, visit: Visit, options: Options, givers: Mapping[int, list[Visit]]
+    draft: Draft, visit: Visit, options: Options, merged: set[int], free: Sequence[Action]
 ) -> dict[Action, tuple[int, ...]]:
-    """Put the chunks of one visit's gradients; returns the owners whose gradient each writes."""
-    trained = _trained(options.costs, visit)
-    direct = tuple(owner for owner in trained if owner not in givers)
-    taken = [Action(Op.UPDATE, owner, before=True) for owner in direct]
-    # What the step before brought must have been added up before it is written over.
-    merged = [owner for owner in trained if owner in givers]
-    added = {givers[owner][-1].number for owner in merged}
-    taken += [Action(Op.MERGE, number, before=True) for number in sorted(added)]
+    """Put the chunks of one visit's gradients; returns the owners whose gradient each writes.
+
+    ``free``: what the memory for its partial sums waits for.
+    """
+    direct = tuple(owner for owner in _trained(options.costs, visit) if owner not in merged)
+    taken = [*(Action(Op.UPDATE, owner, before=True) for owner in direct), *free]
     windows = _windows_after(draft.base, visit)
     total = sum(options.costs.layers[layer].gradient_bytes for layer in visit.layers)
     count = _num_chunks(total, len(windows), options)

@@ -6,7 +6,7 @@ places for activations each way), so their names end in the turn's parity::
     ("weights", layer)           working weights on the host
     ("master", layer)            master weights and moments
     ("gradient", layer)          gradient on the host
-    ("partial", visit)           a visit's partial gradients on the host
+    ("partial", place)           a visit's partial gradients on the host
     ("norm", layer)              norm of a layer's gradient
     ("slot", device, turn)       weights on the device
     ("sums", device, turn)       gradients on the device
@@ -75,7 +75,6 @@ class Footprints:
                 key = (visit.number, microbatch)
                 self._turn[key] = _next(running.microbatches, device, 1)
         self.turns_after = running
-        self._merged = {visit for visits in schedule.addends.values() for visit in visits}
 
     def of(self, action: Action) -> Footprint:
         """What ``action`` touches."""
@@ -102,16 +101,15 @@ class Footprints:
         return Footprint((gradient, *norms), (master, *working))
 
     def _weights(self, visit: Visit, action: Action) -> Footprint:
-        owners = self.schedule.owners.get(action, ())
+        owners, places = self.schedule.owners.get(action, ()), self.schedule.partial_places
         if action.op is Op.UPLOAD:
             slot = ("slot", visit.device, self.slot[visit.number])
             return Footprint(tuple(("weights", owner) for owner in owners), (slot,))
         gradients = tuple(("gradient", owner) for owner in owners)
         if action.op is Op.MERGE:
-            return Footprint(
-                tuple(("partial", number) for number in self.schedule.addends[action]), gradients
-            )
-        partial = (("partial", visit.number),) if visit.number in self._merged else ()
+            added = self.schedule.addends[action]
+            return Footprint(tuple(("partial", places[number]) for number in added), gradients)
+        partial = (("partial", places[visit.number]),) if visit.number in places else ()
         return Footprint((("sums", visit.device, self.sums[visit.number]),), (*gradients, *partial))
 
     def _activations(self, visit: Visit, action: Action) -> Footprint:

@@ -2,8 +2,9 @@
 
 What every layer keeps there is in its costs. On top come two things that a plan decides. A layer
 that runs backward several times in a step (rounds, a replicated stage) brings a partial gradient
-down each time, in fp32, into memory of its own, and its sum is fp32 too. And every backward stage
-has an input saved for each microbatch that is under way, which rounds bound.
+down each time, in fp32, into places that visits use in turn, two for each device, and its sum is
+fp32 too. And every backward stage has an input saved for each microbatch that is under way, which
+rounds bound.
 """
 
 from __future__ import annotations
@@ -55,20 +56,43 @@ def host_bytes(costs: Costs, visits: Sequence[Visit]) -> HostBytes:
 
 
 def _partial_sums(costs: Costs, visits: Sequence[Visit]) -> int:
+    """The places, each as large as its largest visit, and what sums take beyond a gradient."""
     layers = costs.layers
-    runs = Counter(layer for visit in visits if visit.has_backward for layer in visit.layers)
     lent = {owner for layer in layers for owner in layer.borrows}
-    total = 0
-    for index, count in runs.items():
+    trained = [_trained(costs, visit) for visit in visits]
+    given = Counter(owner for each in trained for _, owners in each for owner in owners)
+    merged = {owner for owner, count in given.items() if count > 1}
+    while (
+        more := {
+            owner
+            for each in trained
+            for _, owners in each
+            if merged.intersection(owners)
+            for owner in owners
+        }
+        - merged
+    ):
+        merged |= more
+    summed = [[layer for layer, owners in each if merged.intersection(owners)] for each in trained]
+    sizes = [sum(layers[layer].gradient_bytes for layer in each) for each in summed if each]
+    count = 2 * len({visit.device for visit in visits})
+    places = sum(max(sizes[place::count]) for place in range(min(count, len(sizes))))
+    beyond = 0
+    for index in {layer for each in summed for layer in each}:
         layer = layers[index]
-        if not layer.is_trainable:
-            continue
-        if layer.borrows or index in lent:  # gradients of several layers meet: one is counted
-            total += (count - 1) * layer.gradient_bytes
-        elif count > 1:
-            total += count * layer.gradient_bytes
-            total += max(layer.gradient_bytes - layer.whole_download_bytes, 0)
-    return total
+        if layer.borrows or index in lent:  # where layers share a gradient, costs count one part
+            places -= layer.gradient_bytes
+        else:
+            beyond += max(layer.gradient_bytes - layer.whole_download_bytes, 0)
+    return max(places, 0) + beyond
+
+
+def _trained(costs: Costs, visit: Visit) -> list[tuple[int, tuple[int, ...]]]:
+    """The layers whose gradients a visit brings down, each with their owners."""
+    if not visit.has_backward:
+        return []
+    every = [(layer, tuple(costs.owners_trained(layer))) for layer in visit.layers]
+    return [(layer, owners) for layer, owners in every if owners]
 
 
 def _saved_inputs(costs: Costs, visits: Sequence[Visit]) -> int:

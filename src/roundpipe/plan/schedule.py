@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from roundpipe.plan.actions import Action, Op
@@ -75,6 +76,11 @@ def stream(device: int, name: str) -> str:
     return f"{device}.{name}"
 
 
+def num_places(schedule: Schedule) -> int:
+    """Places on the host for partial sums: as many as devices have gradients in flight."""
+    return 2 * schedule.num_devices
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One step, or one pass: forward, or the backward of a pass before. See the module docstring.
@@ -134,6 +140,21 @@ class Schedule:
     def trains(self, visit: Visit) -> bool:
         """Whether the visit makes gradients of parameters (known once gradients are lowered)."""
         return (Op.DOWNLOAD, visit.number) in self.chunks
+
+    @cached_property
+    def partial_places(self) -> dict[int, int]:
+        """Where on the host each visit brings its partial sums, if it does; used in turn."""
+        added = sorted(visit for visits in self.addends.values() for visit in visits)
+        return {visit: rank % num_places(self) for rank, visit in enumerate(added)}
+
+    def begun_sums(self, merge: Action) -> set[int]:
+        """Those owners of a merge to whose sum another one of this step has added before."""
+        begun: set[int] = set()
+        for other in self.streams["sums"]:
+            if other == merge:
+                break
+            begun.update(self.owners[other])
+        return begun & set(self.owners[merge])
 
     def outs(self, visit: Visit, microbatch: int) -> tuple[Action, ...]:
         """What leaves the device after one microbatch of a visit (known once routed), in order."""

@@ -71,7 +71,7 @@ class Setting:
             costs=self.costs,
             speeds=self.speeds or (),
             action_seconds=self.action_seconds,
-            norm_traffic=0.0 if self.eager else self.norm_traffic,
+            norm_traffic=self.norm_traffic,
         )
 
     @property

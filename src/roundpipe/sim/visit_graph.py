@@ -114,9 +114,12 @@ class _Builder:
         self.givers: dict[tuple[int, int], int] = {}
         self.merged = _merged(self.costs, graph.steps.visits)
         self.shapes = [self.shape(visit) for visit in graph.steps.visits]
-        self.addends = self._addends()
-        self.brought: dict[int, list[int]] = {}  # by owner the downloads of this step
-        self.sums_before: dict[int, int] = {}  # by owner what added up its gradient a step before
+        self.groups = self._groups()  # by visit the visits that are added up with it
+        self.users = list(self.groups)
+        self.rank = {visit: rank for rank, visit in enumerate(self.users)}
+        self.brought: dict[int, int] = {}  # by visit its download in this step
+        self.begun: set[int] = set()  # owners to whose sum something was added in this step
+        self.merges: dict[tuple[int, int], int] = {}  # by step and last visit of a group
 
     def trained(self, visit: Visit) -> tuple[int, ...]:
         """Owners whose gradient the visit adds to."""
@@ -139,21 +142,27 @@ class _Builder:
     def build(self) -> None:
         """All steps."""
         for step in range(self.graph.steps.num_steps):
-            self.makers, self.givers, self.brought = {}, {}, {}
+            self.makers, self.givers, self.brought, self.begun = {}, {}, {}, set()
             gives: dict[int, tuple[int, int]] = {}  # owner -> (visit, node that makes it whole)
             uploads: dict[int, list[tuple[int, int]]] = {}
             for visit, shape in zip(self.graph.steps.visits, self.shapes, strict=True):
                 self.visit(step, visit, shape, gives, uploads)
             self.step_end(gives, uploads)
-            self.sums_before = {o: node for o, (_, node) in gives.items() if o in self.merged}
 
-    def _addends(self) -> dict[int, list[int]]:
-        """For each owner whose gradient is added up the visits that give some, in order."""
+    def _groups(self) -> dict[int, list[int]]:
+        """For each visit that brings partial sums all that are added up with it, in order."""
         found: dict[int, list[int]] = {}
-        for visit in self.graph.steps.visits:
-            for owner in self.trained(visit):
-                if owner in self.merged:
-                    found.setdefault(owner, []).append(visit.number)
+        visits = self.graph.steps.visits
+        for visit in visits:
+            if self.merged.isdisjoint(self.trained(visit)):
+                continue
+            before = found.get(visit.number - 1, [])
+            devices = {visits[number].device for number in before}
+            if before and visits[before[-1]].stage == visit.stage and visit.device not in devices:
+                before.append(visit.number)
+                found[visit.number] = before
+            else:
+                found[visit.number] = [visit.number]
         return found
 
     def visit(
@@ -191,7 +200,7 @@ class _Builder:
         if visit.has_backward:
             self.givers.update({(visit.layers.start, m): compute for m in visit.microbatches})
         if trained:
-            self.gradients(visit, device, compute, trained, gives)
+            self.gradients((step, visit, device), compute, trained, gives)
 
     def _run(self, step: int, visit: Visit, device: int, seconds: tuple[float, float]) -> Run:
         prices, (forward, backward) = self.graph.prices, seconds
@@ -212,47 +221,60 @@ class _Builder:
 
     def gradients(
         self,
-        visit: Visit,
-        device: int,
+        place: tuple[int, Visit, int],
         compute: int,
         trained: tuple[int, ...],
         gives: dict[int, tuple[int, int]],
     ) -> None:
-        """Down they come; what several visits bring is added up in their order."""
-        graph, layers = self.graph, self.costs.layers
+        """Down they come; what the visits of a stage bring is added up at once, in their order."""
+        graph, layers, (step, visit, device) = self.graph, self.costs.layers, place
         size = sum(
             layers[n].gradient_bytes
             if any(owner in self.merged for owner in self.costs.owners_trained(n))
             else layers[n].whole_download_bytes
             for n in visit.layers
         )
-        is_added = [owner in self.merged and not graph.steps.eager for owner in trained]
-        taken = [
-            (self.sums_before if added else self.updates).get(owner)
-            for owner, added in zip(trained, is_added, strict=True)
-        ]
+        taken = [self.updates.get(owner) for owner in trained if owner not in self.merged]
+        if visit.number in self.groups:
+            taken.append(self._free_on_host(step, visit.number))
         down = Road(device, up=False)
         last = graph.add(size, down, [self.last_download.get(device), compute, *taken])
-        self.last_download[device] = last
+        self.last_download[device] = self.brought[visit.number] = last
         self.downloads[device].append(last)
         for owner in trained:
-            self.brought.setdefault(owner, []).append(last)
             gives[owner] = visit.number, last
-        whole = [o for o in trained if o in self.merged and self.addends[o][-1] == visit.number]
-        if whole and not graph.steps.eager:  # there an update adds up what it reads
-            brought = dict.fromkeys(node for owner in whole for node in self.brought[owner])
-            self.sums = graph.add(
-                self._sum_bytes(whole),
-                after=[self.sums, *brought, *(self.updates.get(owner) for owner in whole)],
-            )
-            for owner in whole:
-                gives[owner] = visit.number, self.sums
+        group = self.groups.get(visit.number, [-1])
+        if group[-1] == visit.number:
+            self._merge(step, group, gives)
 
-    def _sum_bytes(self, whole: Sequence[int]) -> float:
-        """Each visit's share of the owners that are added up is read, each owner's sum written."""
+    def _free_on_host(self, step: int, visit: int) -> int | None:
+        """The merge that frees the place for a visit's partial sums."""
+        users, count = self.users, 2 * self.graph.steps.devices
+        rank = self.rank[visit]
+        if rank >= count:
+            return self.merges[step, self.groups[users[rank - count]][-1]]
+        last = users[rank + (len(users) - 1 - rank) // count * count]
+        return self.merges.get((step - 1, self.groups[last][-1]))
+
+    def _merge(self, step: int, group: Sequence[int], gives: dict[int, tuple[int, int]]) -> None:
+        visits = self.graph.steps.visits
+        every = [owner for number in group for owner in self.trained(visits[number])]
+        whole = [owner for owner in dict.fromkeys(every) if owner in self.merged]
+        brought = [self.brought[number] for number in group]
+        self.sums = self.merges[step, group[-1]] = self.graph.add(
+            self._sum_bytes(group, whole),
+            after=[self.sums, *brought, *(self.updates.get(owner) for owner in whole)],
+        )
+        for owner in whole:
+            gives[owner] = group[-1], self.sums
+        self.begun.update(whole)
+
+    def _sum_bytes(self, group: Sequence[int], whole: Sequence[int]) -> float:
+        """What visits brought is read, each owner's sum written, and read if it was begun."""
         layers, costs, wanted = self.costs.layers, self.costs, set(whole)
-        total = float(sum(layers[owner].gradient_bytes for owner in wanted))
-        for number in {number for owner in whole for number in self.addends[owner]}:
+        total = float(sum(layers[owner].gradient_bytes for owner in whole))
+        total += sum(layers[owner].gradient_bytes for owner in wanted & self.begun)
+        for number in group:
             for layer in self.graph.steps.visits[number].layers:
                 if wanted & set(costs.owners_trained(layer)):
                     total += layers[layer].gradient_bytes
@@ -277,14 +299,14 @@ class _Builder:
             if not is_gradient:
                 after = [self.host, *(node for _, node in uploads[owner])]
                 self.host = self.published[owner] = graph.add(cost.publish_bytes, after=after)
-            elif graph.steps.eager:
-                after = [self.host, *self.brought[owner]]
-                size = self._update_bytes(owner) + self._added_bytes(owner)
+                continue
+            whole = cost.gradient_bytes if owner in self.merged else cost.whole_download_bytes
+            norm, after = prices.norm_traffic * whole, [self.host, gives[owner][1]]
+            if graph.steps.eager:
+                size = self._update_bytes(owner) + norm
                 self.host = updates[owner] = graph.add(size, after=after)
             else:
-                whole = cost.gradient_bytes if owner in self.merged else cost.whole_download_bytes
-                norm = prices.norm_traffic * whole
-                self.host = graph.add(norm, after=[self.host, gives[owner][1]])
+                self.host = graph.add(norm, after=after)
         if not graph.steps.eager:
             for owner in sorted(gives):
                 size = self._update_bytes(owner)
@@ -295,16 +317,6 @@ class _Builder:
         cost = self.costs.layers[owner]
         written = cost.publish_bytes // 3 if self.graph.steps.staleness else 0
         return max(cost.update_bytes - written, 0)
-
-    def _added_bytes(self, owner: int) -> int:
-        """What an update reads that adds up partial gradients itself, beyond one gradient."""
-        cost, visits = self.costs.layers[owner], self.graph.steps.visits
-        count = sum(
-            owner in self.costs.owners_trained(layer)
-            for number in self.addends.get(owner, ())
-            for layer in visits[number].layers
-        )
-        return count * cost.gradient_bytes - cost.whole_download_bytes if count else 0
 
 
 def _merged(costs: Costs, visits: Sequence[Visit]) -> set[int]:

@@ -38,7 +38,7 @@ class Prices:
 
     ``action_seconds`` is added to every compute action. ``norm_traffic``: accesses to host memory
     per byte of a gradient for its norm. Partial gradients are each read once when they are added
-    up, and the sum is written once.
+    up; the sum is written, and read, once for each round.
     """
 
     costs: Costs
@@ -107,24 +107,17 @@ class _Works:
 
     def _host(self, action: Action) -> Work:
         cost = self._layers[action.index]
+        whole = action.index in self._merged
+        size = cost.gradient_bytes if whole else cost.whole_download_bytes
+        norm = self._prices.norm_traffic * size
         if action.op is Op.NORM:
-            whole = action.index in self._merged
-            size = cost.gradient_bytes if whole else cost.whole_download_bytes
-            return Work(num_bytes=self._prices.norm_traffic * size)
+            return Work(num_bytes=norm)
         if action.op is Op.PUBLISH:
             return Work(num_bytes=cost.publish_bytes)
         # Apart, the update does not write what publishing writes: a third of its traffic.
         written = cost.publish_bytes // 3 if self._schedule.staleness else 0
-        added = self._added_bytes(action)
-        return Work(num_bytes=max(cost.update_bytes - written, 0) + added)
-
-    def _added_bytes(self, update: Action) -> int:
-        """What an update reads that adds up partial gradients itself, beyond one gradient."""
-        owner, costs = update.index, self._prices.costs
-        visits = [self._schedule.visits[n] for n in self._schedule.addends.get(update, ())]
-        count = sum(owner in costs.owners_trained(n) for visit in visits for n in visit.layers)
-        cost = self._layers[owner]
-        return count * cost.gradient_bytes - cost.whole_download_bytes if count else 0
+        beside = norm if self._schedule.is_eager else 0.0  # its gradient's norm is taken there
+        return Work(num_bytes=max(cost.update_bytes - written, 0) + beside)
 
     def _download_bytes(self, layer: int) -> int:
         cost = self._layers[layer]
@@ -134,10 +127,10 @@ class _Works:
         return cost.whole_download_bytes
 
     def _merge_bytes(self, action: Action) -> float:
-        """Each visit's share of the owners that are added up is read, each owner's sum written."""
+        """What visits brought is read, each owner's sum written, and read if it was begun."""
         schedule, costs = self._schedule, self._prices.costs
-        whole = set(schedule.owners[action])
-        total = sum(self._layers[owner].gradient_bytes for owner in whole)
+        whole, begun = set(schedule.owners[action]), schedule.begun_sums(action)
+        total = sum(self._layers[owner].gradient_bytes for owner in (*whole, *begun))
         for number in schedule.addends[action]:
             for layer in schedule.visits[number].layers:
                 if whole & set(costs.owners_trained(layer)):
@@ -164,5 +157,4 @@ class _Works:
 def _merged(schedule: Schedule) -> set[int]:
     """Owners whose gradient comes in parts."""
     merges = [owners for action, owners in schedule.owners.items() if action.op is Op.MERGE]
-    updates = [action.index for action in schedule.addends if action.op is Op.UPDATE]
-    return {owner for owners in merges for owner in owners} | set(updates)
+    return {owner for owners in merges for owner in owners}

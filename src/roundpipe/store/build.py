@@ -14,12 +14,17 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ModelError
+from roundpipe.store.four_bit import is_params4bit, move_into_base
 from roundpipe.store.layer import HostLayer
+from roundpipe.store.packed import cannot_train
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
     from torch import Tensor
+
+    from roundpipe.store.frozen import Base
+    from roundpipe.store.pages import HostPages
 
 
 def build_store(
@@ -28,14 +33,21 @@ def build_store(
     names: Sequence[str] | None = None,
     trainable: Set[str] | None = None,
     optim_dtype: torch.dtype | None = None,
+    bases: list[Base] | None = None,
+    pages: HostPages | None = None,
 ) -> list[HostLayer]:
     """Move every layer's tensors into a segment of its own and return the layers in order.
 
     The first layer that reads a tensor owns it, later ones borrow it. ``trainable``: names, by
-    default those that require grad. Raises ModelError, before anything is moved, for a tensor that
-    cannot be.
+    default those that require grad. ``bases``: where frozen tensors lie already and stay; they are
+    taken out of the list as layers take theirs, so that what is copied out of one is released
+    before the next is. ``pages``: page-locks segments, layer by layer. Raises ModelError, before
+    anything is moved, for a tensor that cannot be.
     """
-    _refuse_unmovable({name: t for tensors in layer_tensors for name, t in tensors.items()})
+    every = {name: t for tensors in layer_tensors for name, t in tensors.items()}
+    _refuse_unmovable(every)
+    bases = [] if bases is None else bases
+    _refuse_trained(every, bases, trainable)
     owners: dict[str, HostLayer] = {}
     layers: list[HostLayer] = []
     for index, tensors in enumerate(layer_tensors):
@@ -44,6 +56,9 @@ def build_store(
             assert same, f"two tensors of one name: {name}"
         own = {name: tensor for name, tensor in tensors.items() if name not in owners}
         trained = {n for n, t in own.items() if t.requires_grad} if trainable is None else trainable
+        base = _base_of(own, bases)
+        if base is not None and base.let_go is not None:  # of what a trial run of the model read
+            base.let_go(0, base.segment.layout.num_bytes)
         layer = HostLayer(
             index,
             names[index] if names is not None else str(index),
@@ -51,6 +66,8 @@ def build_store(
             trainable=trained,
             optim_dtype=optim_dtype,
             borrowed=[(owners[name], name) for name in tensors if name in owners],
+            base=base,
+            pages=pages,
         )
         owners.update(dict.fromkeys(own, layer))
         layers.append(layer)
@@ -60,12 +77,13 @@ def build_store(
 def relayout(layers: Sequence[HostLayer]) -> bool:
     """Follow what the user's parameters now say in ``requires_grad``; whether anything changed.
 
-    To be called when no step is in flight. Layers without a change are not copied.
+    To be called when no step is in flight. Layers without a change are not copied. Raises
+    ModelError, before anything changed, for weights in 4 bits that are to be trained.
     """
-    changed = [
-        layer.relayout({n for n, tensor in layer.tensors.items() if tensor.requires_grad})
-        for layer in layers
-    ]
+    wanted = [{n for n, t in layer.tensors.items() if t.requires_grad} for layer in layers]
+    for layer, names in zip(layers, wanted, strict=True):
+        layer.require_trainable(names)
+    changed = [layer.relayout(names) for layer, names in zip(layers, wanted, strict=True)]
     return any(changed)
 
 
@@ -74,19 +92,72 @@ def newest_state(
 ) -> dict[str, Any]:
     """``model.state_dict(...)`` with the newest value of every trained parameter, copied.
 
-    Names that share a parameter share the copy. Blocks on nothing: nothing may be under way.
+    Names that share a parameter share the copy. Weights in 4 bits come unpacked, so all of them
+    need the memory of the whole model (`trained_state` leaves them out); those of bitsandbytes' own
+    layers come in its own form, as views. Blocks on nothing: nothing may be under way.
     """
     state: dict[str, Any] = model.state_dict(*args, **kwargs)
+    newest = trained_state(model, layers)
+    unpacked = {
+        layer.tensors[name]: layer.newest(name)
+        for layer in layers
+        for name in (layer.held.packed if layer.held is not None else ())
+        if not is_params4bit(layer.tensors[name])
+    }
     prefix = kwargs.get("prefix", "")
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if prefix + name in state and (name in newest or tensor in unpacked):
+            state[prefix + name] = newest[name] if name in newest else unpacked[tensor]
+    return state
+
+
+def trained_state(model: nn.Module, layers: Sequence[HostLayer]) -> dict[str, Tensor]:
+    """The newest value of every trained parameter, copied, by each of its names in ``model``.
+
+    What adapters are saved from: nothing is unpacked. Blocks on nothing: nothing may be under way.
+    """
     newest = {
         layer.tensors[name]: layer.newest(name).detach().clone()
         for layer in layers
         for name in layer.trainable
     }
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        if prefix + name in state and tensor in newest:
-            state[prefix + name] = newest[tensor]
-    return state
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: newest[tensor] for name, tensor in named if tensor in newest}
+
+
+def require_writable(
+    model: nn.Module, layers: Sequence[HostLayer], state: Mapping[str, Any]
+) -> None:
+    """Raise ModelError if loading ``state`` would write to weights in 4 bits or in a mapped file.
+
+    bitsandbytes' own state of such weights (``….weight.absmax``) is among what is refused.
+    """
+    fixed = {
+        layer.tensors[name]
+        for layer in layers
+        if layer.held is not None
+        for name in layer.held.names
+        if name in layer.held.packed or layer.held.base.let_go is not None
+    }
+    for name, tensor in model.named_parameters(remove_duplicate=False) if fixed else ():
+        if tensor in fixed and name in state:
+            raise ModelError(
+                f"weights in 4 bits or in a mapped file cannot be loaded into: {name}\n"
+                "hint: load only what is trained, strict=False"
+            )
+
+
+def _base_of(own: Mapping[str, Tensor], bases: list[Base]) -> Base | None:
+    """Take the base that holds tensors of a layer out of ``bases``; they belong to no other."""
+    packed = {name: tensor for name, tensor in own.items() if is_params4bit(tensor)}
+    if packed:
+        return move_into_base(packed)
+    mine = {id(tensor) for tensor in own.values()}
+    found = [b for b in bases if any(id(t) in mine for t in b.tensors.values())]
+    assert len(found) <= 1, f"{len(found)} bases for one layer"
+    for base in found:
+        bases.remove(base)
+    return found[0] if found else None
 
 
 def _refuse_unmovable(tensors: Mapping[str, Tensor]) -> None:
@@ -105,6 +176,16 @@ def _refuse_unmovable(tensors: Mapping[str, Tensor]) -> None:
                 "hint: tie them by making both attributes one nn.Parameter, or separate them with "
                 "parameter.data = parameter.data.clone()"
             )
+
+
+def _refuse_trained(
+    tensors: Mapping[str, Tensor], bases: Sequence[Base], trainable: Set[str] | None
+) -> None:
+    packed = {id(base.tensors[entry]) for base in bases for entry in base.packed}
+    for name, tensor in tensors.items():
+        is_trained = tensor.requires_grad if trainable is None else name in trainable
+        if is_trained and (is_params4bit(tensor) or id(tensor) in packed):
+            raise cannot_train(name)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -9,12 +9,16 @@ then means nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import torch
 
-from roundpipe.store.segment import Layout, Segment
+from roundpipe.store.pages import HostPages
+from roundpipe.store.segment import ALIGNMENT, Layout, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,21 +42,68 @@ def partial_sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def widened(layout: Layout) -> Layout:
+    """The layout of partial sums, with the same gaps in proportion.
+
+    So what lies between two tensors of one dtype is cast with them: see `runs`.
+    """
+    wide = Layout.of(())
+    for dtype, group in groupby(layout.entries, key=itemgetter(2)):
+        sums = partial_sum_dtype(dtype)
+        wide = wide.followed_by(
+            ((name, shape, sums) for name, shape, _ in group),
+            alignment=ALIGNMENT * sums.itemsize // dtype.itemsize,
+        )
+    return wide
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tensors of one dtype in two layouts that differ in dtype only: one cast moves them all."""
+
+    start: int  # byte in the wide layout
+    num_bytes: int  # there
+    narrow_start: int
+    wide: torch.dtype
+    narrow: torch.dtype
+
+    def cut(self, wide: Tensor, narrow: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """What lies in bytes ``low`` to ``high`` of the wide buffer, in both, typed."""
+        a, b = (min(max(at - self.start, 0), self.num_bytes) for at in (low, high))
+        step, size = self.wide.itemsize, self.narrow.itemsize
+        first, count = a // step, (b - a) // step
+        from_wide = wide.narrow(0, self.start + a, count * step)
+        to_narrow = narrow.narrow(0, self.narrow_start + first * size, count * size)
+        return from_wide.view(self.wide), to_narrow.view(self.narrow)
+
+
+def runs(layout: Layout) -> list[Run]:
+    """How a layout of gradients lies in that of its partial sums, a run for each dtype."""
+    wide, found = widened(layout), []
+    for dtype, group in groupby(layout.slices, key=attrgetter("dtype")):
+        places = list(group)
+        first = wide.by_name[places[0].name]
+        end = places[-1].offset + places[-1].num_bytes
+        count = (end - places[0].offset) // dtype.itemsize
+        size = count * first.dtype.itemsize
+        found.append(Run(first.offset, size, places[0].offset, first.dtype, dtype))
+    return found
+
+
 class Gradients:
     """A segment over a layer's trainable parameters, allocated when first needed.
 
     Calls for one layer are ordered by the schedule; adding in visit order gives the same bits
-    every time.
+    every time. ``pages``: page-locks the segment.
     """
 
-    def __init__(self, trainable: Layout) -> None:
+    def __init__(self, trainable: Layout, pages: HostPages | None = None) -> None:
         self.state = GradientState.EMPTY
         self.received: set[str] = set()
         self.segment: Segment | None = None
-        self._layouts = {
-            False: trainable,
-            True: Layout.of((n, shape, partial_sum_dtype(d)) for n, shape, d in trainable.entries),
-        }
+        self._pages = pages or HostPages()
+        self._layouts = {False: trainable, True: widened(trainable)}
+        self.runs = runs(trainable)
 
     def layout(self, *, partial_sums: bool) -> Layout:
         """Where gradients lie: in fp32 if they arrive as partial sums, else in working dtype."""
@@ -68,6 +119,7 @@ class Gradients:
         if old is not None and (old.layout == layout or (self.received and not partial_sums)):
             return old
         self.segment = Segment(layout)
+        self._pages.adopt(self.segment.block)
         for name in self.received:
             assert old is not None, f"received without a segment: {name}"
             self.segment.views[name].copy_(old.views[name])
@@ -116,7 +168,7 @@ class Gradients:
 
     def relaid(self, trainable: Layout) -> Gradients:
         """These gradients over a changed set of parameters; what arrived for others is dropped."""
-        fresh = Gradients(trainable)
+        fresh = Gradients(trainable, self._pages)
         kept = [name for name in trainable.names if name in self.received]
         if self.segment is None or not kept:
             return fresh

@@ -11,7 +11,7 @@ the gradients. Moving a model in re-points each of the user's tensors to its vie
 the old storage is released before the next is copied, the model never exists twice.
 
 Frozen weights may lie in a segment of their own, mapped from a file or packed: the layer's *base*
-(`roundpipe.store.base`). It is uploaded behind the own segment, by one more copy.
+(`roundpipe.store.frozen`). It is uploaded behind the own segment, by one more copy.
 
 A parameter that several layers read has one owner, the first of them. The others *borrow* it: they
 upload the owner's bytes behind their own, and what they compute for it is added to the owner's
@@ -20,12 +20,16 @@ gradient. It is stored, updated and counted once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
+from roundpipe.store.frozen import Holding, Stored, UploadPiece, pieces
 from roundpipe.store.gradients import Gradients, partial_sum_dtype
 from roundpipe.store.masters import Masters
+from roundpipe.store.packed import cannot_train
+from roundpipe.store.pages import HostPages
 from roundpipe.store.segment import Entry, Layout, Segment
 
 if TYPE_CHECKING:
@@ -33,22 +37,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from roundpipe.store.base import Base
+    from roundpipe.store.frozen import Base
+    from roundpipe.store.gradients import Run
     from roundpipe.store.packed import Packed
-
-
-class UploadPiece(NamedTuple):
-    """``num_bytes`` of ``source`` (uint8, host) go to byte ``offset`` of the layer's slot."""
-
-    source: Tensor
-    offset: int
-    num_bytes: int
 
 
 class HostLayer:
     """Where one layer lives between steps. Not locked: the schedule orders who reads and writes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what makes a layer
         self,
         index: int,
         name: str,
@@ -58,16 +55,22 @@ class HostLayer:
         optim_dtype: torch.dtype | None = None,
         borrowed: Sequence[tuple[HostLayer, str]] = (),
         base: Base | None = None,
+        pages: HostPages | None = None,
     ) -> None:
         self.index, self.name = index, name
         self.tensors = dict(tensors)
-        self.base = base
+        self.held = Holding(base, self.tensors) if base is not None else None
         self.borrowed = tuple(borrowed)
         self.trainable = tuple(n for n in self.tensors if n in trainable)
+        self.require_trainable(trainable)
+        self._pages = pages or HostPages()
+        if self.held is not None:
+            self._pages.adopt(self.held.base.segment.block)
         self.weights = self._move_in()
         self._optim_dtype = optim_dtype
         self._masters: Masters | None = None
-        self._gradients = Gradients(self.trainable_layout)
+        self.start_masters_away = False  # see Masters; to be set before they are first asked for
+        self._gradients = Gradients(self.trainable_layout, self._pages)
         self._borrowers: list[HostLayer] = []
         for owner in self.owners:
             owner._borrowers.append(self)
@@ -89,6 +92,13 @@ class HostLayer:
         return tuple(dict.fromkeys(owner for owner, _ in self.borrowed))
 
     @property
+    def packed(self) -> dict[str, Packed]:
+        """How the packed tensors of the slot are packed, by name; borrowed ones too."""
+        found = dict(self.held.packed) if self.held is not None else {}
+        lent = ((o.held.packed, n) for o, n in self.borrowed if o.held is not None)
+        return found | {name: theirs[name] for theirs, name in lent if name in theirs}
+
+    @property
     def shares_parameters(self) -> bool:
         """Whether gradients of several layers meet here or leave here: they need partial sums."""
         lent = {n for borrower in self._borrowers for o, n in borrower.borrowed if o is self}
@@ -98,9 +108,10 @@ class HostLayer:
     # ---- weights
 
     def upload_pieces(self) -> list[UploadPiece]:
-        """The copies, 1 + one for each borrowed tensor, that fill a slot as ``slot_layout`` says.
+        """The copies that fill a slot as ``slot_layout`` says.
 
-        An own segment without bytes makes no piece. The same list until `relayout`.
+        One of the own segment, one of the base, one of each borrowed tensor; less where there is
+        nothing, more where a base has lost tensors from its middle. The same list until `relayout`.
         """
         return self._pieces
 
@@ -108,11 +119,13 @@ class HostLayer:
         """Follow a change of ``requires_grad``; return whether anything changed.
 
         Values are kept, so are masters and gradients of parameters that stay trainable. Copies the
-        layer once. To be called when nothing of this layer is in flight.
+        own segment once; what is to be trained and lies in the base moves there. To be called when
+        nothing of this layer is in flight. Raises what `require_trainable` raises.
         """
         names = tuple(n for n in self.tensors if n in trainable)
         if names == self.trainable:
             return False
+        self.require_trainable(trainable)
         self.publish()
         self.trainable = names
         self.weights = self._move_in()
@@ -123,6 +136,11 @@ class HostLayer:
         for borrower in self._borrowers:
             borrower._link()
         return True
+
+    def require_trainable(self, names: Set[str]) -> None:
+        """Raise ModelError if one of ``names`` is packed here: 4 bits are too few to train."""
+        for name in () if self.held is None else filter(names.__contains__, self.held.packed):
+            raise cannot_train(name)
 
     # ---- masters
 
@@ -135,6 +153,11 @@ class HostLayer:
     def retired_masters(self) -> dict[str, nn.Parameter]:
         """Masters of parameters that are frozen now: an optimizer may go on holding them."""
         return self._made_masters().retired
+
+    @property
+    def master_store(self) -> Masters:
+        """The masters and what can be done to all of them; made when first asked for."""
+        return self._made_masters()
 
     def split_masters(self) -> None:
         """Give masters that alias their working weight storage of their own (staleness 1)."""
@@ -157,17 +180,33 @@ class HostLayer:
     def newest(self, name: str) -> Tensor:
         """The newest value of one of the layer's own tensors, in the working dtype.
 
-        A cast of the master where there is one; may be a view of live memory.
+        A cast of the master where there is one; may be a view of live memory. Weights in 4 bits
+        are unpacked, into new memory.
         """
         if self._masters is not None and name in self._masters.parameters:
             return self._masters.newest(name)
-        return self.weights.views[name]
+        if self.held is None or name not in self.held:
+            return self.weights.views[name]
+        if name in self.held.packed:
+            return self.held.packed[name].unpack(self.held.parts(name))
+        return self.held.view(name)
+
+    def stored(self, name: str) -> list[Stored]:
+        """Where the bytes of one of the layer's own tensors lie on the host, entry by entry."""
+        if self.held is not None and name in self.held:
+            return self.held.stored(name)
+        return [Stored.at(self.weights.layout.by_name[name], self.weights.buffer, name)]
 
     # ---- gradients
 
     def gradient_layout(self, *, partial_sums: bool) -> Layout:
         """Where the layer's own gradients lie: fp32 for partial sums, else working dtype."""
         return self._gradients.layout(partial_sums=partial_sums)
+
+    @property
+    def gradient_runs(self) -> list[Run]:
+        """How own gradients in working dtype lie in fp32 partial sums: a run for each dtype."""
+        return self._gradients.runs
 
     def gradients(self, *, partial_sums: bool) -> Segment:
         """The host segment to download gradients into; allocated on first use, then the same.
@@ -220,12 +259,19 @@ class HostLayer:
 
     @torch.no_grad()
     def _move_in(self) -> Segment:
-        """Copy the tensors into a new segment and re-point the user's, one at a time."""
+        """Copy the tensors into a new segment and re-point the user's, one at a time.
+
+        Frozen ones that lie in a base stay there.
+        """
+        if self.held is not None:
+            self.held = self.held.without(set(self.trainable))
         trainable = [self.tensors[name] for name in self.trainable]
         dtypes = list(dict.fromkeys(t.dtype for t in trainable))
         first = sorted(self.trainable, key=lambda n: dtypes.index(self.tensors[n].dtype))
-        rest = [name for name in self.tensors if name not in self.trainable]
+        kept = self.held.names if self.held is not None else ()
+        rest = [n for n in self.tensors if n not in self.trainable and n not in kept]
         segment = Segment(Layout.of(_entry(n, self.tensors[n]) for n in [*first, *rest]))
+        self._pages.adopt(segment.block)
         for name, view in segment.views.items():
             view.copy_(self.tensors[name])
             self.tensors[name].data = view
@@ -233,7 +279,9 @@ class HostLayer:
 
     def _made_masters(self) -> Masters:
         if self._masters is None:
-            self._masters = Masters(self._working(), self._optim_dtype)
+            self._masters = Masters(
+                self._working(), self._optim_dtype, start_away=self.start_masters_away
+            )
         return self._masters
 
     def _working(self) -> dict[str, Tensor]:
@@ -241,17 +289,21 @@ class HostLayer:
 
     def _link(self) -> None:
         """Work out what depends on the owners' layouts too: slot, pieces, gradients of a visit."""
-        lent = [(owner, owner.weights.layout.by_name[name]) for owner, name in self.borrowed]
+        kept = self.held.names if self.held is not None else ()
+        stored = [entry for name in kept for entry in self.stored(name)]
+        lent = [owner.stored(name) for owner, name in self.borrowed]
         self.slot_layout = self.weights.layout.followed_by(
-            (s.name, s.shape, s.dtype) for _, s in lent
+            (entry.name, entry.shape, entry.dtype) for entry in chain(stored, *lent)
         )
         own = UploadPiece(self.weights.buffer, 0, self.weights.layout.num_bytes)
         self._pieces = [own] if own.num_bytes else []
-        for owner, s in lent:
-            source = owner.weights.buffer.narrow(0, s.offset, s.num_bytes)
-            place = self.slot_layout.by_name[s.name]
-            self._pieces.append(UploadPiece(source, place.offset, s.num_bytes))
-        trained = [(owner, s) for owner, s in lent if s.name in owner.trainable]
+        for entries in (stored, *lent):
+            self._pieces += pieces(entries, self.slot_layout.by_name)
+        trained = [
+            (owner, owner.weights.layout.by_name[name])
+            for owner, name in self.borrowed
+            if name in owner.trainable
+        ]
         self.slot_gradient_layout = self.gradient_layout(partial_sums=True).followed_by(
             (s.name, s.shape, partial_sum_dtype(s.dtype)) for _, s in trained
         )

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from roundpipe.store.pages import Block
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
 ALIGNMENT = 256
-PAGE = 4096
 
 Entry = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -49,13 +50,16 @@ class Layout:
         """Lay out ``(name, shape, dtype)`` entries in the order given; each name once."""
         return cls((), 0).followed_by(entries)
 
-    def followed_by(self, entries: Iterable[Entry]) -> Self:
-        """Lay out more entries behind these, which keep their offsets."""
+    def followed_by(self, entries: Iterable[Entry], *, alignment: int = ALIGNMENT) -> Self:
+        """Lay out more entries behind these, which keep their offsets.
+
+        ``alignment``: of the new ones' ends, a multiple of 256 bytes.
+        """
         slices, offset = list(self.slices), self.num_bytes
         for name, shape, dtype in entries:
             num_bytes = prod(shape) * dtype.itemsize
             slices.append(Slice(name, tuple(shape), dtype, offset, num_bytes))
-            offset = _aligned(offset + num_bytes)
+            offset = _aligned(offset + num_bytes, alignment)
         layout = type(self)(tuple(slices), offset)
         assert len(layout.by_name) == len(slices), f"a name twice in {[s.name for s in slices]}"
         return layout
@@ -108,29 +112,27 @@ class Layout:
 
 
 class Segment:
-    """One host buffer of exactly ``layout.num_bytes``, and the typed views into it."""
+    """One host buffer of exactly ``layout.num_bytes``, and the typed views into it.
 
-    def __init__(self, layout: Layout) -> None:
+    ``buffer``: memory that is there already (a mapped file), in place of new; ``block`` is then
+    None, else the pages that hold the buffer and nothing else.
+    """
+
+    def __init__(self, layout: Layout, *, buffer: Tensor | None = None) -> None:
         self.layout = layout
-        self.buffer = allocate_host(layout.num_bytes)
+        self.block = None
+        if buffer is None:
+            self.block = Block(layout.num_bytes)
+            buffer = self.block.tensor
+        self.buffer = buffer
         self.views = layout.view(self.buffer)
 
     def __repr__(self) -> str:
         return f"Segment({len(self.layout.slices)} tensors, {self.layout.num_bytes} bytes)"
 
 
-def allocate_host(num_bytes: int) -> Tensor:
-    """A page-aligned uint8 host tensor of ``num_bytes``, not initialised: the one place.
-
-    Page-aligned so that page-locking it never covers a neighbour's page at its start. The memory
-    is not touched: it becomes resident as it is filled.
-    """
-    raw = torch.empty(num_bytes + PAGE, dtype=torch.uint8, device="cpu")
-    return raw.narrow(0, -raw.data_ptr() % PAGE, num_bytes)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def _aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-num_bytes // alignment) * alignment
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ one layer of each kind is run, at three lengths: see `roundpipe.models.estimate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from roundpipe.errors import ModelError
 from roundpipe.models.causal_layers import Block, CausalLMContext, Suffix
 from roundpipe.models.causal_lm import chain_of
+from roundpipe.models.chunked_loss import TRAINED_ROWS, most_whole_tokens
 from roundpipe.models.estimate.adapter import apply_method
 from roundpipe.models.estimate.amount import Amount
 from roundpipe.models.estimate.layer_run import META, Given, make_shell, run_layer
@@ -29,6 +30,8 @@ from roundpipe.models.estimate.profile import (
     Work,
 )
 from roundpipe.models.estimate.sizes import layer_sizes
+from roundpipe.models.experts import most_tokens_at_once
+from roundpipe.models.packable import packable
 from roundpipe.models.recording import record, structure_of
 from roundpipe.models.spec import Inputs
 
@@ -45,6 +48,7 @@ _LENGTHS = (512, 1024, 2048)
 _DTYPES = {16: torch.bfloat16, 32: torch.float32}
 _SHORT_WINDOW = 64
 _WINDOWS = ("sliding_window", "attention_chunk_size")
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 # Tokens and lengths for which the largest moments are looked for.
 _GRID = [
     (batch * length, length) for length in (2**n for n in range(7, 20)) for batch in (1, 2, 8, 64)
@@ -175,11 +179,11 @@ class _Run:
     def __post_init__(self) -> None:
         self._context = CausalLMContext(self.split, META)
 
-    def at(self, length: int, wanted: Sequence[int]) -> list[Counted]:
+    def at(self, length: int, wanted: Sequence[int], *, wants_logits: bool = True) -> list[Counted]:
         """Run the ``wanted`` layers on one sequence of ``length``."""
         ids = torch.zeros(1, length, dtype=torch.long, device=META)
-        inputs = Inputs((), {"input_ids": ids, "labels": ids})
-        calls = self._context(inputs, range(len(self.layers)))
+        inputs = Inputs((), {"input_ids": ids, "labels": ids}, wants_logits=wants_logits)
+        calls = self._context(inputs, range(min(wanted), max(wanted) + 1))
         with torch.no_grad():
             hidden = self._shell(0)(None, inputs, None)
         counted = []
@@ -203,7 +207,55 @@ class _Run:
 
 def _count_kinds(run: _Run, wanted: Sequence[int], lengths: tuple[int, ...]) -> tuple[Kind, ...]:
     counted = [run.at(length, wanted) for length in lengths]
-    return tuple(_kind(lengths, each) for each in zip(*counted, strict=True))
+    kinds = [_kind(lengths, each) for each in zip(*counted, strict=True)]
+    for place, index in enumerate(wanted):
+        if (most := _most_tokens(run, index)) is not None:
+            cut = (2 * most, 3 * most, 4 * most)  # whole pieces
+            pieces = _kind(cut, [run.at(length, [index])[0] for length in cut])
+            kinds[place] = replace(kinds[place], beyond=(most, pieces))
+    last = wanted[-1]
+    if isinstance(suffix := run.layers[last], Suffix):
+        kinds[-1] = replace(kinds[-1], beyond=_in_chunks(run, suffix, last))
+    return tuple(kinds)
+
+
+def _most_tokens(run: _Run, index: int) -> int | None:
+    """How many tokens a layer's experts take at once."""
+    layer = run.layers[index]
+    if not isinstance(layer, Block):
+        return None
+    config = _text(layer.split.root.config)
+    top_k = next((k for name in _TOP_K if isinstance(k := getattr(config, name, None), int)), None)
+    return most_tokens_at_once(layer.split.blocks[layer.index], top_k) if top_k else None
+
+
+def _in_chunks(run: _Run, suffix: Suffix, last: int) -> tuple[int, Kind] | None:
+    """From how many tokens on the last layer makes its loss in chunks, and how it runs then."""
+    lengths = (2 * TRAINED_ROWS, 3 * TRAINED_ROWS, 4 * TRAINED_ROWS)  # whole chunks
+    counted = [run.at(length, [last], wants_logits=False)[0] for length in lengths]
+    if not all(each.is_cut for each in counted):
+        return None
+    for each, moments in zip(counted, _in_step([c.moments for c in counted]), strict=True):
+        each.moments = moments
+    return most_whole_tokens(suffix.split.vocabulary), _kind(lengths, counted)
+
+
+def _in_step(moments: Sequence[list[int]]) -> Sequence[list[int]]:
+    """The same moments of each of three runs with two, three and four times so many chunks.
+
+    What comes before the chunks is found where it is counted from the start, what comes after them
+    where it is counted from the end, and all chunks are alike.
+    """
+    first, second, third = moments
+    step = len(second) - len(first)
+    starts = range(len(first) - 2 * step + 1 if step > 0 else 0)
+    shifted = third[step:]
+    start = next((s for s in starts if third[s : s + 3 * step] == shifted[s : s + 3 * step]), None)
+    if start is None or len(third) - len(second) != step:
+        return moments
+    before = start + step
+    after = len(first) - before
+    return [[*each[:before], *each[len(each) - after :]] for each in moments]
 
 
 def _kind(lengths: tuple[int, ...], counted: Sequence[Counted]) -> Kind:
@@ -242,12 +294,9 @@ def _peaks(lengths: tuple[int, ...], moments: Sequence[list[int]]) -> tuple[Amou
 def _packed_names(layers: Sequence[CausalLayer]) -> Set[str]:
     """Frozen matrices inside blocks, those of routed experts among them: what is kept in 4 bits."""
     return {
-        name
+        layer.split.names.of(parameter)
         for layer in layers
         if isinstance(layer, Block)
-        for name, tensor in layer.tensors.items()
-        if isinstance(tensor, nn.Parameter)
-        and tensor.dim() >= 2
-        and not tensor.requires_grad
-        and tensor.is_floating_point()
+        for parameter in packable(layer.split.blocks[layer.index])
+        if not parameter.requires_grad
     }

@@ -74,7 +74,7 @@ def costs(profile: Profile, card: Card, job: Job, given: Efficiency = DEFAULT) -
     """
     if profile.bits != job.bits:
         raise ConfigError(f"counted in {profile.bits} bits, not in {job.dtype}")
-    kinds = profile.kinds(job.length)
+    kinds = [kind.of(job.at[0]) for kind in profile.kinds(job.length)]
     times = [_times(kind, card, job, given) for kind in kinds]
     layers = tuple(
         _layer_cost(layer, kinds[layer.kind], times[layer.kind], card, job, given)
@@ -112,7 +112,7 @@ def _layer_cost(
         download_bytes=sizes.sums if sizes.shares else sizes.own_whole,
         boundary_bytes=_whole(kind.boundary.at(*job.at)),
         activation_bytes=_whole(kind.kept.at(*job.at)),
-        peak_bytes=_whole(kind.peak(*job.at)) + sizes.largest_unpacked,
+        peak_bytes=_whole(kind.peak(*job.at)) + sizes.unpacked,
         host_forward_seconds=kind.forward.calls * given.call_seconds,
         host_backward_seconds=(
             given.backward_seconds + gradients * given.gradient_seconds if backward else 0.0

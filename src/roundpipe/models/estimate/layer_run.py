@@ -33,6 +33,7 @@ class Counted:
     kept: int
     moments: list[int]  # bytes beside ``kept``, below zero before all is kept
     boundary: int
+    is_cut: bool = False  # its loss was made in chunks
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def run_layer(layer: CausalLayer, shell: TreeShell, given: Given) -> Counted:
     moments += [alive - kept for alive in (*forward.alive, *backward.alive)]
     held = _held_bytes(_plain(given.context))
     moments = [moment + held for moment in moments]
-    return Counted(forward, backward, kept, moments, _num_bytes(given.boundary))
+    is_cut = bool(shell.work_bytes)
+    return Counted(forward, backward, kept, moments, _num_bytes(given.boundary), is_cut)
 
 
 def _forward_alone(shell: TreeShell, given: Given, outside: list[Tensor]) -> list[int]:

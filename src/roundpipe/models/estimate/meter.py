@@ -35,6 +35,7 @@ _MAKE_ONLY = frozenset(  # memory that nobody writes
 _LOOK_UP = frozenset(  # read as much as they return, whatever they look it up in
     {_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.slice_scatter}
 )
+_INTO_WIDER = frozenset({_aten.addmm.dtype, _aten.addmm.dtype_out})
 _FILL = frozenset(  # look at no element of what they are given
     {
         _aten.copy_,
@@ -149,7 +150,7 @@ class Meter(Answering):  # type: ignore[no-untyped-call]
         writes = fresh or func._schema.is_mutable
         if writes and func.overloadpacket not in _MAKE_ONLY:
             flops, sort = self._arithmetic(func, args, kwargs, result)
-            read = _tensors(args, kwargs)
+            read = _tensors(args, {k: v for k, v in kwargs.items() if k != "out"})
             self.counts.note(sort, flops=flops, moved=_moved(func, read, made))
         if fresh:
             self.counts.alive.append(self._num_alive)
@@ -180,8 +181,12 @@ class Meter(Answering):  # type: ignore[no-untyped-call]
         count: Callable[..., int] | None = flop_registry.get(packet)
         if count is None:
             return 0, POINTWISE
+        if func in _INTO_WIDER:
+            args = args[:3]  # the counter of torch 2.13 does not know the dtype that follows
         flops = int(count(*args, **kwargs, out_val=result))
         operands = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2]
+        if func in _INTO_WIDER:
+            operands = operands[1:]
         sides = [side for x in operands for side in x.shape[-2:]]
         if min(sides, default=0) < _SHORT:
             return flops, THIN

@@ -17,12 +17,14 @@ class Lora:
 
     ``target_modules``: ``all-linear``, another string as a regular expression for the whole name,
     or ends of names. On a mixture of experts ``all-linear`` means attention and shared experts.
+    ``target_parameters``: ends of names of stacked experts that get adapters too.
     ``modules_to_save``: ends of names of modules that are trained as they are.
     """
 
     r: int = 16
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     modules_to_save: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.r < 1:

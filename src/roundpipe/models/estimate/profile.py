@@ -55,7 +55,8 @@ class Kind:
 
     ``kept`` stays from forward to backward: what autograd saved, the layer's input if it is among
     it, no weights and no output. ``peaks`` are moments at which more is alive than at most others,
-    beside what is kept: the largest counts. ``boundary`` is the layer's input.
+    beside what is kept: the largest counts. ``boundary`` is the layer's input. ``beyond``: a number
+    of tokens, and the kind for microbatches that have more of them.
     """
 
     forward: Pass
@@ -63,6 +64,11 @@ class Kind:
     kept: Amount
     peaks: tuple[Amount, ...]
     boundary: Amount
+    beyond: tuple[int, Kind] | None = None
+
+    def of(self, tokens: int) -> Kind:
+        """The kind for a microbatch of ``tokens``: itself, or what it is beyond some number."""
+        return self if self.beyond is None or tokens <= self.beyond[0] else self.beyond[1]
 
     def peak(self, tokens: int, length: int) -> float:
         """Bytes beside ``kept`` at the worst moment."""
@@ -84,8 +90,8 @@ class Sizes:
     trained: tuple[tuple[int, int], ...] = ()
     borrows: tuple[int, ...] = ()
     shares: bool = False  # gradients of several layers meet: partial sums in any plan
-    unpacked: int = 0  # bytes of its 4-bit weights once they are unpacked for use
-    largest_unpacked: int = 0  # of one of them: they are unpacked one by one
+    unpacked: int = 0  # bytes of its 4-bit weights once they are unpacked, all for a forward
+    largest_unpacked: int = 0  # of one of them: in backward they are unpacked one by one
 
 
 @dataclass(frozen=True)
@@ -215,23 +221,26 @@ def _to_pass(data: Any) -> Pass:
 
 
 def _from_kind(kind: Kind) -> list[Any]:
+    beyond = kind.beyond and [kind.beyond[0], _from_kind(kind.beyond[1])]
     return [
         _from_pass(kind.forward),
         _from_pass(kind.backward),
         _from_amount(kind.kept),
         _from_amounts(kind.peaks),
         _from_amount(kind.boundary),
+        *([beyond] if beyond else []),
     ]
 
 
 def _to_kind(data: Any) -> Kind:
-    forward, backward, kept, peaks, boundary = data
+    forward, backward, kept, peaks, boundary, *beyond = data
     return Kind(
         _to_pass(forward),
         _to_pass(backward),
         Amount(*kept),
         tuple(Amount(*peak) for peak in peaks),
         Amount(*boundary),
+        *[(int(tokens), _to_kind(kind)) for tokens, kind in beyond],
     )
 
 

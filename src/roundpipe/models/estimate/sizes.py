@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import prod
 from typing import TYPE_CHECKING
 
-import torch
-
 from roundpipe.models.estimate.profile import Sizes
-from roundpipe.store.gradients import partial_sum_dtype
+from roundpipe.store.gradients import partial_sum_dtype, widened
+from roundpipe.store.packed import packed_entries
 from roundpipe.store.segment import Layout
 
 if TYPE_CHECKING:
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roundpipe.store.segment import Entry
-
-# NF4 with double quantization: blocks of 64 weights share a scale of 8 bits, 256 scales share one
-# of 32 bits, and there is one offset (Dettmers et al. 2023, section 3).
-_BLOCK = 64
-_SCALES = 256
 
 
 def layer_sizes(layers: Sequence[Mapping[str, Tensor]], *, packed: Set[str]) -> list[Sizes]:
@@ -55,7 +49,7 @@ def _sizes(
     frozen = {name: tensor for name, tensor in own.items() if name not in trained}
     whole = Layout.of(_entry(name, tensor) for name, tensor in _by_dtype(trained).items())
     weights = whole.followed_by(_entries(frozen, packed))
-    sums = Layout.of(_wide(whole.entries))
+    sums = widened(whole)
     borrowed_trained = {name: t for name, t in borrowed.items() if t.requires_grad}
     unpacked = [_num_bytes(tensor) for name, tensor in tensors.items() if name in packed]
     return Sizes(
@@ -81,17 +75,9 @@ def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _entries(tensors: Mapping[str, Tensor], packed: Set[str]) -> Iterator[Entry]:
     for name, tensor in tensors.items():
         if name in packed:
-            yield from _packed(name, tensor.numel())
+            yield from packed_entries(name, tensor.numel())
         else:
             yield _entry(name, tensor)
-
-
-def _packed(name: str, count: int) -> Iterator[Entry]:
-    blocks = ceil(count / _BLOCK)
-    yield name, (ceil(count / 2),), torch.uint8
-    yield f"{name}.scales", (blocks,), torch.uint8
-    yield f"{name}.scales_of_scales", (ceil(blocks / _SCALES),), torch.float32
-    yield f"{name}.offset", (1,), torch.float32
 
 
 def _entry(name: str, tensor: Tensor) -> Entry:

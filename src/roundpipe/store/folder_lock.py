@@ -23,13 +23,14 @@ LOCK_FILE = ".lock"
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path, *, key: str) -> Iterator[None]:
     """Hold ``folder`` while the block runs. Raises ConfigError at once if a live process holds it.
 
-    Where the file system knows no locks the folder is not held and the block runs.
+    ``key``: the option that named the folder, for the message. Where the file system knows no locks
+    the folder is not held and the block runs.
     """
     path = folder / LOCK_FILE
-    descriptor = _open_locked(folder, path)
+    descriptor = _open_locked(folder, path, key)
     try:
         os.truncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
@@ -39,7 +40,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _open_locked(folder: Path, path: Path) -> int:
+def _open_locked(folder: Path, path: Path, key: str) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -50,8 +51,8 @@ def _open_locked(folder: Path, path: Path) -> int:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             os.close(descriptor)
             raise ConfigError(
-                f"output_dir: {folder} is in use by the live process {holder}\n"
-                "hint: output_dir=ANOTHER, or wait until that run has ended"
+                f"{key}: {folder} is in use by the live process {holder}\n"
+                f"hint: {key}=ANOTHER, or wait until that run has ended"
             ) from None
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):

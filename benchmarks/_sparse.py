@@ -1,0 +1,98 @@
+"""A mixture of 235 billion parameters in sparse segment files, on a machine that could not hold it.
+
+    python benchmarks/_sparse.py [LAYERS]
+
+Trains adapters of rank 32 for one step of 16 tokens on a CPU device, a layer a stage. The weights
+are zeros that take no disk space, but they are mapped, brought up and let go of like any others.
+Prints the most memory that the process held.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _miniature import Miniature, layer_by_layer
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import roundpipe
+import roundpipe.roundpipe as wrapper
+from roundpipe.models.loading.skeleton import build, hang, split_names
+from roundpipe.store.frozen import Base
+from roundpipe.store.mapped import MappedSegment
+from roundpipe.store.segment import Layout
+
+TOKENS, RANK = 16, 32
+
+
+def mapped_model(small: Miniature, folder: Path) -> tuple[nn.Module, list[Base]]:
+    """A model on sparse files, one for each layer."""
+    model: Any = build(small.config, small.dtype, None)
+    parameters = dict(model.named_parameters())
+    bases = []
+    for index, (_, names) in enumerate(split_names(model)):
+        if not names:
+            continue
+        shapes = [(name, tuple(parameters[name].shape), parameters[name].dtype) for name in names]
+        layout = Layout.of(shapes)
+        path = folder / f"{index:04}.segment"
+        with path.open("wb") as file:
+            file.truncate(layout.num_bytes)
+        segment = MappedSegment(path, layout)
+        tensors: dict[str, torch.Tensor] = {
+            name: nn.Parameter(segment.views[name], requires_grad=False) for name in names
+        }
+        hang(model, tensors)
+        bases.append(Base(segment, tensors, let_go=segment.let_go))
+    model.model.rotary_emb = type(model.model.rotary_emb)(small.config)
+    settings = LoraConfig(r=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    return get_peft_model(model.train(), settings, autocast_adapter_dtype=False), bases
+
+
+def held_gigabytes() -> float:
+    """The most that this process has held in memory, mapped files included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def main() -> None:
+    """Run it and print."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    num_layers = int(sys.argv[1]) if len(sys.argv) > 1 else 94
+    torch.set_num_threads(1)
+    small = Miniature(layers=num_layers)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model, bases = mapped_model(small, Path(folder))
+        size = sum(base.segment.layout.num_bytes for base in bases)
+        print(f"{size / 1e9:.1f} GB mapped, held {held_gigabytes():.2f} GB", flush=True)
+        wrapper.build_store = functools.partial(wrapper.build_store, bases=bases)
+        with roundpipe.RoundPipe(model, devices=["cpu"]) as ours:
+            said = f"wrapped in {time.perf_counter() - begin:.0f} s"
+            print(f"{said}, held {held_gigabytes():.2f} GB", flush=True)
+            ids = torch.arange(TOKENS).unsqueeze(0)
+            begin = time.perf_counter()
+            loss = ours.forward_backward(
+                input_kwargs={"input_ids": ids, "labels": ids},
+                run_config=roundpipe.RoundPipeRunConfig(
+                    num_microbatch=1, execute_plan=layer_by_layer(num_layers)
+                ),
+            )
+            ours.step(roundpipe.optim.AdamW(ours.optim_parameters()))
+            ours.synchronize()
+            print(
+                f"one step in {time.perf_counter() - begin:.0f} s, loss {float(loss):.3f},"
+                f" held {held_gigabytes():.2f} GB",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Calls of a model: what every call captures, and ``forward``, with a graph or without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.engine.call import (
+    LossRule,
+    ask_forward,
+    ask_training,
+    put_whole_loss,
+    set_loss,
+    total_loss,
+)
+from roundpipe.engine.caller import CallerState
+from roundpipe.engine.graph import Given, outputs_in_graph
+from roundpipe.engine.microbatch import Cut, joined
+from roundpipe.engine.random import pass_seed
+from roundpipe.engine.run import Call
+from roundpipe.errors import ConfigError, ModelError
+from roundpipe.stored import Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roundpipe.engine.engine import Engine
+    from roundpipe.engine.microbatch import Microbatch
+    from roundpipe.engine.pool import DevicePool
+    from roundpipe.models.spec import ModelSpec
+    from roundpipe.stepping import Stepping
+
+
+class Calling(Stored):
+    """A wrapper that runs its model on devices."""
+
+    _engine: Engine
+    _spec: ModelSpec
+    _config: RoundPipeRunConfig
+    _seed: int | None
+    _reduction: str | None
+    _stepping: Stepping
+    _pool: DevicePool
+    _closer: Any
+    _num_calls: Iterator[int]
+    _num_passes: Iterator[int]  # without gradient
+
+    def forward_backward(
+        self,
+        input_args: Sequence[Any] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    ) -> Any:
+        """Run forward and backward of one batch; gradients add up on the host until ``step``.
+
+        ``loss_fn(outputs, labels)`` returns one microbatch's loss; without it a causal LM's own
+        loss is used, ``labels`` among ``input_kwargs``. Losses are summed where ``num_microbatch``
+        is given, else averaged by samples; a causal LM's own loss is the mean over the trained
+        tokens of the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or
+        (loss, outputs).
+
+        Blocks until every microbatch's loss is on the host; backward goes on. Raises StepError if
+        an action failed, of this step or of one before: then the state is that of the last
+        committed step.
+        """
+        self._ready()
+        config = run_config.over(self._config)
+        kwargs = dict(input_kwargs or {})
+        asked = ask_training(
+            input_args,
+            kwargs,
+            label,
+            loss_fn,
+            LossRule(
+                cut=_cut(config),
+                reduction=self._reduction,
+                divisor=self._chain.making.divisor,
+                computes_loss=self._spec.computes_loss,
+                takes_num_items=self._spec.takes_num_items,
+            ),
+        )
+        self._chain.making.check(asked)
+        scaler = self._stepping.scaler
+        call = self._call(
+            asked.microbatches,
+            config,
+            is_training=True,
+            loss=asked.loss,
+            keep_outputs=return_outputs,
+            wants_logits=return_outputs or loss_fn is not None,
+            loss_scale=None if scaler is None else self._engine.loss_scale(scaler),
+        )
+        # Memory made in a caller's inference mode could not be written to outside it, ever.
+        with torch.inference_mode(False), self._chain.interruptible():
+            run = self._chain.start_training(call, config)
+            self._engine.wait_results(run)
+            self._chain.making.count(asked)
+        loss = asked.reported(total_loss(run.losses))
+        loss = loss.to(config.output_device or "cpu")
+        if not return_outputs:
+            return loss
+        if loss_fn is None and config.merge_output is not False:
+            set_loss(run.outputs, loss)  # each has its share
+        return loss, joined(run.outputs, config)
+
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model and return what it returns for the whole batch.
+
+        Under autograd, where anything is trained or an argument wants a gradient, the result is
+        part of the caller's graph: ``backward()`` from it runs backward over the devices, adds to
+        the gradients on the host as ``forward_backward`` does, and gives the arguments theirs. That
+        takes the inputs of all stages in host memory until then, and is slower than
+        ``forward_backward``, which runs forward, loss and backward of the last layers at once. Else
+        it uses the newest weights.
+
+        Waits for everything before it. A causal LM's loss, given ``labels``, is the mean over the
+        batch's trained tokens. ``backward()`` raises ConfigError if the weights were updated since.
+        """
+        self._ready()
+        config = roundpipe_run_config.over(self._config)
+        self.synchronize()
+        given = Given.of(args, kwargs)
+        is_joined = torch.is_grad_enabled() and config.requires_grad is not False
+        is_joined = is_joined and (self._trains() or bool(given.leaves))
+        with_loss = self._spec.computes_loss and kwargs.get("labels") is not None
+        rule = LossRule(
+            cut=_cut(config),
+            reduction="token_mean",
+            computes_loss=with_loss,
+            takes_num_items=self._spec.takes_num_items,
+        )
+        asked = ask_forward(given.args, given.kwargs, rule)
+        if is_joined:
+            outputs = self._joined_to_graph(asked.microbatches, config, given)
+        else:
+            outputs = self._without_graph(asked.microbatches, config)
+        if asked.loss is not None and config.merge_output is not False:
+            put_whole_loss(outputs, asked.loss)
+        return joined(outputs, config)
+
+    def _without_graph(self, parts: Sequence[Microbatch], config: RoundPipeRunConfig) -> list[Any]:
+        call = self._call(parts, config, newest=self._chain.staleness == 1)
+        with torch.inference_mode(False), self._chain.interruptible():
+            run = self._chain.start_forward(call, config)
+            self._engine.wait_results(run)
+            self._engine.drain()
+        return run.outputs
+
+    def _joined_to_graph(
+        self, parts: Sequence[Microbatch], config: RoundPipeRunConfig, given: Given
+    ) -> list[Any]:
+        call = self._call(parts, config, is_training=True, keep_outputs=True, wants_logits=True)
+        with self._chain.interruptible():
+            forward = self._chain.run_differentiable(call, config, given.wanted)
+        sizes = [part.num_samples for part in parts]
+
+        def backward(gradients: list[list[Tensor | None]]) -> Sequence[Tensor | None]:
+            self._ready()
+            with torch.inference_mode(False), self._chain.interruptible():
+                found = self._chain.run_backward(forward, gradients)
+            return given.gradients(found, sizes)
+
+        return outputs_in_graph(forward.run.outputs, given.leaves, backward)
+
+    def _ready(self) -> None:
+        if not self._closer.alive or self._pool.is_closed:
+            raise ConfigError(f"{self.name} is closed\nhint: wrap the model again")
+        self._engine.raise_failure()
+        self._chain.notice_recovery()
+        changed = self._spec.changed_since_wrapping()
+        if changed is not None:
+            raise ModelError(
+                f"the module was changed after it was wrapped: {changed}\n"
+                "hint: close() the RoundPipe, change the module, wrap it again"
+            )
+
+    def _trains(self) -> bool:
+        return any(layer.trainable for layer in self._layers)
+
+    def _call(
+        self,
+        parts: Sequence[Microbatch],
+        config: RoundPipeRunConfig,
+        *,
+        is_training: bool = False,
+        **more: Any,
+    ) -> Call:
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        return Call(
+            microbatches=parts,
+            caller=CallerState.capture(),
+            # What training draws must not hang on how often one has evaluated.
+            seed=seed if is_training else pass_seed(seed),
+            step=next(self._num_calls if is_training else self._num_passes),
+            recompute_by_layer=config.recompute_grain == "layer",
+            **more,
+        )
+
+
+def _cut(config: RoundPipeRunConfig) -> Cut:
+    return Cut(config.num_microbatch, config.split_input, config.split_label)

@@ -1,0 +1,109 @@
+"""The optimizers that step one model: what each needs of the host store, and when."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.engine.updates import Update
+from roundpipe.errors import ConfigError
+from roundpipe.optim.host import HostOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+
+    from roundpipe.optim.scaler import GradScaler
+    from roundpipe.store.layer import HostLayer
+
+
+class Stepping:
+    """Makes the updates of steps.
+
+    ``state_dir``: where masters and moments are between updates. ``is_eager``: layers are updated
+    as soon as their own gradient is there. ``synchronize`` blocks until nothing is under way.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[HostLayer],
+        *,
+        synchronize: Callable[[], None],
+        scaler: GradScaler | None = None,
+        state_dir: Path | None = None,
+        is_eager: bool = False,
+    ) -> None:
+        self._layers = layers
+        self._synchronize: Any = weakref.WeakMethod(synchronize)  # of whoever holds this
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.is_eager = is_eager
+        self._state_dir = state_dir
+        self._known: weakref.WeakKeyDictionary[Any, HostOptimizer] = weakref.WeakKeyDictionary()
+        if state_dir is not None:
+            for layer in layers:
+                layer.start_masters_away = True
+
+    def attach(self, optimizer: Optimizer, *, resume: bool = False) -> HostOptimizer:
+        """Take an optimizer over, its state from disk if it is to resume.
+
+        Blocks until nothing is under way where state is on disk. Raises ConfigError for one that
+        does not hold masters of this model, or a second one with state on disk.
+        """
+        known = self._known.get(optimizer)
+        if known is not None:
+            if resume:
+                raise ConfigError("the optimizer has made steps: it cannot resume others")
+            return known
+        if resume and self._state_dir is None:
+            raise ConfigError("there is nothing to resume from\nhint: optim_state_dir=FOLDER")
+        if self._state_dir is not None:
+            if len(self._known):
+                raise ConfigError("optim_state_dir holds the state of one optimizer, not of two")
+            self._synchronize()()
+        synchronize = self._synchronize
+
+        def before_state_dict(_: Optimizer) -> None:
+            wait = synchronize()
+            if wait is not None:
+                wait()
+
+        optimizer.register_state_dict_pre_hook(before_state_dict)
+        found = HostOptimizer(optimizer, self._layers, state_dir=self._state_dir, resume=resume)
+        self._known[optimizer] = found
+        return found
+
+    def update(
+        self, optimizer: Optimizer, *, max_norm: float | None, scale: float, is_async: bool
+    ) -> Update:
+        """One step's update; hyperparameters are those of now."""
+        host = self.attach(optimizer)
+        if is_async and self.is_eager:
+            raise ConfigError("commit='eager' updates at once: is_async=True would wait a step")
+        update = Update(
+            self._layers,
+            host.begin(),
+            max_norm=max_norm,
+            scale=scale,
+            publish=not is_async,
+            scaler=self.scaler,
+            is_eager=self.is_eager,
+        )
+        if is_async:
+            for layer in self._layers:
+                layer.split_masters()
+        return update
+
+    def require_masters_here(self) -> None:
+        """Raise ConfigError where a function could not write masters: they are on disk."""
+        if self._state_dir is not None:
+            raise ConfigError(
+                "optim_state_dir: masters are on disk between steps, so a function cannot step "
+                "them\nhint: step(optimizer)"
+            )
+
+    def close(self) -> None:
+        """Let state on disk reach the disk; nothing may be under way. Idempotent."""
+        for host in self._known.values():
+            host.close()
