@@ -9,14 +9,14 @@ Prints the most memory that the process held.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
-import resource
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from _miniature import Miniature, layer_by_layer
@@ -24,11 +24,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import roundpipe
-import roundpipe.roundpipe as wrapper
+from roundpipe.engine.compute import Compute
 from roundpipe.models.loading.skeleton import build, hang, split_names
 from roundpipe.store.frozen import Base
 from roundpipe.store.mapped import MappedSegment
 from roundpipe.store.segment import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TOKENS, RANK = 16, 32
 
@@ -57,9 +60,32 @@ def mapped_model(small: Miniature, folder: Path) -> tuple[nn.Module, list[Base]]
     return get_peft_model(model.train(), settings, autocast_adapter_dtype=False), bases
 
 
-def held_gigabytes() -> float:
-    """The most that this process has held in memory, mapped files included."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+def held_gigabytes(key: str = "VmHWM") -> float:
+    """The most that this process has held in memory, mapped files included; VmRSS: that it does."""
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    found = re.search(rf"{key}:\s+(\d+)", text)
+    assert found is not None
+    return int(found[1]) * 1024 / 1e9
+
+
+@contextlib.contextmanager
+def told(begin: float) -> Iterator[None]:
+    """Print what computes, and what the process holds then."""
+    plain = Compute.run
+
+    def telling(compute: Compute, *given: Any) -> None:
+        run, action = given
+        visit = run.program.schedule.visits[action.index]
+        what = f"{action.op.value} of layer {visit.layers.start}"
+        holds = f"holds {held_gigabytes('VmRSS'):.2f} GB, at most {held_gigabytes():.2f} GB"
+        print(f"{time.perf_counter() - begin:6.0f} s  {what}, {holds}", flush=True)
+        plain(compute, *given)
+
+    Compute.run = telling  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Compute.run = plain  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -73,20 +99,20 @@ def main() -> None:
         model, bases = mapped_model(small, Path(folder))
         size = sum(base.segment.layout.num_bytes for base in bases)
         print(f"{size / 1e9:.1f} GB mapped, held {held_gigabytes():.2f} GB", flush=True)
-        wrapper.build_store = functools.partial(wrapper.build_store, bases=bases)
-        with roundpipe.RoundPipe(model, devices=["cpu"]) as ours:
+        with roundpipe.RoundPipe(model, devices=["cpu"], bases=bases) as ours:
             said = f"wrapped in {time.perf_counter() - begin:.0f} s"
             print(f"{said}, held {held_gigabytes():.2f} GB", flush=True)
             ids = torch.arange(TOKENS).unsqueeze(0)
             begin = time.perf_counter()
-            loss = ours.forward_backward(
-                input_kwargs={"input_ids": ids, "labels": ids},
-                run_config=roundpipe.RoundPipeRunConfig(
-                    num_microbatch=1, execute_plan=layer_by_layer(num_layers)
-                ),
-            )
-            ours.step(roundpipe.optim.AdamW(ours.optim_parameters()))
-            ours.synchronize()
+            with told(begin):
+                loss = ours.forward_backward(
+                    input_kwargs={"input_ids": ids, "labels": ids},
+                    run_config=roundpipe.RoundPipeRunConfig(
+                        num_microbatch=1, execute_plan=layer_by_layer(num_layers)
+                    ),
+                )
+                ours.step(roundpipe.optim.AdamW(ours.optim_parameters()))
+                ours.synchronize()
             print(
                 f"one step in {time.perf_counter() - begin:.0f} s, loss {float(loss):.3f},"
                 f" held {held_gigabytes():.2f} GB",

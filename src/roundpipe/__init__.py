@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StallError,
         StepError,
     )
+    from roundpipe.optim.scaler import GradScaler
     from roundpipe.roundpipe import RoundPipe
     from roundpipe.wrapped import OptimizerCtx
 
@@ -39,6 +40,7 @@ __all__ = [
     "DeadlockError",
     "DeviceError",
     "DevicePool",
+    "GradScaler",
     "ModelError",
     "ModelExecutePlan",
     "OptimizerCtx",
@@ -67,6 +69,8 @@ def __getattr__(name: str) -> object:
             room = "roundpipe.roundpipe"
         case "RoundPipeRunConfig" | "ModelExecutePlan":
             room = "roundpipe.config"
+        case "GradScaler":
+            room = "roundpipe.optim.scaler"
         case "OptimizerCtx":
             room = "roundpipe.wrapped"
         case "RoundPipePackedData":

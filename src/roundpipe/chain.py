@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from roundpipe.engine.program import Program
     from roundpipe.engine.run import Call, Run, Timings
     from roundpipe.engine.weigh import Sizes
+    from roundpipe.optim.scaler import GradScaler
     from roundpipe.planner import Planner
     from roundpipe.sim.search import Plan
 
@@ -49,10 +50,13 @@ class ForwardPass:
 
 
 class Chain:
-    """See the module docstring. ``making`` is the step that calls are adding to."""
+    """See the module docstring. ``making`` is the step that calls are adding to.
 
-    def __init__(self, engine: Engine, planner: Planner) -> None:
-        self._engine, self._planner = engine, planner
+    ``is_eager``: layers are updated as soon as their own gradient is whole.
+    """
+
+    def __init__(self, engine: Engine, planner: Planner, *, is_eager: bool = False) -> None:
+        self._engine, self._planner, self._is_eager = engine, planner, is_eager
         self._modules = list(engine.spec.module.modules())
         self._modes: list[bool] = []  # their training flags as the shells have them
         self.making = StepInMaking()
@@ -91,7 +95,13 @@ class Chain:
         num_microbatches = len(call.microbatches)
         rows = max(map(rows_of, call.microbatches))
         plan = self._planner.plan(num_microbatches, config.execute_plan, rows=rows)
-        kind = Kind(plan, num_microbatches, self.staleness, accumulate=is_further)
+        kind = Kind(
+            plan,
+            num_microbatches,
+            self.staleness,
+            accumulate=is_further,
+            eager=self._is_eager,
+        )
         last = self._last if kind == self._kind and not is_further else None
         start = last.program.schedule.next_start_device if last is not None else 0
         program = self._planner.training(kind, start)
@@ -195,7 +205,13 @@ class Chain:
         self._last = runs[-1] if len(runs) == 1 else None
         self.making.end()
 
-    def step_by_hand(self, function: Callable[[], object], *, max_norm: float | None) -> Update:
+    def step_by_hand(
+        self,
+        function: Callable[[], object],
+        *,
+        max_norm: float | None,
+        scaler: GradScaler | None = None,
+    ) -> Update:
         """End the step in making by a function that finds all gradients in masters' ``.grad``."""
         self._engine.drain()
         scale, layers = self.making.token_scale, self._engine.layers
@@ -203,7 +219,7 @@ class Chain:
         self.num_versions += 1
         self.making.end()  # whatever the function does, these gradients are used
         try:
-            return Update.by_hand(layers, function, max_norm=max_norm, scale=scale)
+            return Update.by_hand(layers, function, max_norm=max_norm, scale=scale, scaler=scaler)
         finally:
             for layer in layers:
                 layer.clear_gradients()

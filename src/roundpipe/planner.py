@@ -74,6 +74,7 @@ class Kind:
     num_microbatches: int
     staleness: int = 0
     accumulate: bool = False
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,10 @@ class Planner:
                 self.costs, devices=self._num_devices, microbatches=kind.num_microbatches
             )
             options = Options(
-                costs=self.costs, staleness=kind.staleness, accumulate=kind.accumulate
+                costs=self.costs,
+                staleness=kind.staleness,
+                accumulate=kind.accumulate,
+                eager=kind.eager,
             )
             # What is added to gradients of the same step runs alone: it follows no step.
             steps = 1 if kind.accumulate else 3

@@ -121,7 +121,7 @@ class RoundPipe(Calling):
             self.planner = Planner(
                 self._spec, self._layers, self._pool, schedule=schedule, memory_limit=limit
             )
-            self._chain = Chain(self._engine, self.planner)
+            self._chain = Chain(self._engine, self.planner, is_eager=commit == "eager")
             undo.pop_all()
         self._reduction, self._seed = loss_reduction, seed
         self._num_calls, self._num_passes = itertools.count(), itertools.count()  # no gradient
@@ -222,7 +222,10 @@ class RoundPipe(Calling):
         if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
             self._stepping.require_masters_here()
             function = functools.partial(step_fn_or_optimizer, *args, **kwargs)
-            return StepResult(self._chain.step_by_hand(function, max_norm=max_grad_norm))
+            made = self._chain.step_by_hand(
+                function, max_norm=max_grad_norm, scaler=self._stepping.scaler
+            )
+            return StepResult(made)
         with torch.inference_mode(False), self._chain.interruptible():
             update = self._stepping.update(
                 step_fn_or_optimizer,

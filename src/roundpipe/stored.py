@@ -47,7 +47,7 @@ class Stored(Wrapped):
         """The gradients of the calls since the last step, by name; blocks until they are complete.
 
         Views of host memory in the working dtype, or fp32 where several calls or visits add up.
-        Parameters that got none are left out.
+        Parameters that got none are left out. A ``grad_scaler`` has scaled them.
         """
         self.synchronize()
         found: dict[str, Tensor] = {}

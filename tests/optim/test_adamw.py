@@ -220,6 +220,18 @@ def test_bf16_weights_with_remainders_take_the_very_steps_of_fp32_masters(implem
     assert torch.equal(state["exp_avg_sq"], optimizer.state[master]["exp_avg_sq"])
 
 
+def test_a_value_half_way_between_two_bf16_weights_is_kept(implementation):
+    weight = nn.Parameter(torch.tensor([1.0, -1.0, 3.0]).bfloat16())
+    optimizer = AdamW([weight], lr=0.0, implementation=implementation)
+    ties = torch.full((3,), -32768, dtype=torch.int16)
+    optimizer.state[weight]["remainder"] = ties.clone()
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert torch.equal(weight, before)
+    assert torch.equal(optimizer.state[weight]["remainder"], ties)
+
+
 def test_a_published_weight_is_that_of_the_bf16_master(implementation):
     weight, out = nn.Parameter(randn(0, 700).bfloat16()), torch.empty(700, dtype=torch.float16)
     optimizer = AdamW([weight], lr=1e-2, implementation=implementation)

@@ -606,12 +606,8 @@ def test_training_on_devices_with_state_on_disk_gives_the_same_bits(is_async, tm
     def train(folder):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).bfloat16()
-        with RoundPipe(net, devices="cpu*2") as trainer:
-            for layer in trainer._layers:
-                layer.start_masters_away = folder is not None
+        with RoundPipe(net, devices="cpu*2", optim_state_dir=folder) as trainer:
             optimizer = AdamW(trainer.optim_parameters(), lr=1e-2)
-            host = HostOptimizer(optimizer, trainer._layers, state_dir=folder)
-            trainer._optimizers[optimizer] = host
             losses = []
             for step in range(4):
                 batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -619,9 +615,7 @@ def test_training_on_devices_with_state_on_disk_gives_the_same_bits(is_async, tm
                     trainer.forward_backward((batch,), label=batch, loss_fn=nn.functional.mse_loss)
                 )
                 trainer.step(optimizer, is_async=is_async, max_grad_norm=1.0)
-            trainer.synchronize()
             state = copy.deepcopy(optimizer.state_dict())
-            host.close()
             return losses, copy.deepcopy(trainer.state_dict()), state
 
     losses, weights, state = train(None)

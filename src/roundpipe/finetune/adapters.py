@@ -74,6 +74,7 @@ def lora_config(config: TrainConfig) -> LoraConfig:
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": _plain(config.target_modules),
+        "target_parameters": _plain(config.target_parameters),
         "modules_to_save": _plain(config.modules_to_save),
         "use_dora": config.use_dora,
         "use_rslora": config.use_rslora,

@@ -42,6 +42,7 @@ _LORA_ONLY = (
     "lora_alpha",
     "lora_dropout",
     "target_modules",
+    "target_parameters",
     "modules_to_save",
     "use_dora",
     "use_rslora",

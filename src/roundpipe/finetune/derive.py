@@ -8,7 +8,7 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.words import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 BATCH = {"per_device_train_batch_size", "gradient_accumulation_steps", "micro_batch_size"}
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -33,20 +33,37 @@ def derive(key: str, values: dict[str, Any], notes: list[str]) -> None:
 
 
 def _adapter(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
-    return {"finetuning_type": "full" if value == "" or value is False else value}
+    value = "full" if value == "" or value is False else value
+    return {} if _is_lora_of_4_bits(value, values) else {"finetuning_type": value}
 
 
 def _use_peft(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
-    return {"finetuning_type": "lora" if value else "full"}
+    value = "lora" if value else "full"
+    return {} if _is_lora_of_4_bits(value, values) else {"finetuning_type": value}
+
+
+def _is_lora_of_4_bits(method: str, values: Mapping[str, Any]) -> bool:
+    """Whether another key has said already that the weights below an adapter are in 4 bits."""
+    return method == "lora" and values.get("finetuning_type") == "qlora"
 
 
 def _quantized(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
     if not value:
         return {}
-    raise ConfigError(
-        f"not yet: {key}: {text_of(value)} (quantized base weights)"
-        "\nhint: leave it out: weights live in host memory, so the model need not fit the device"
-    )
+    if key == "load_in_8bit" or (key == "quantization_bit" and value != 4):
+        raise ConfigError(
+            f"not supported: {key}: {text_of(value)} (base weights in other than 4 or 16 bits)"
+            "\nhint: finetuning_type=qlora, or leave it out: weights live in host memory, so the "
+            "model need not fit the device"
+        )
+    method = values.get("finetuning_type")
+    if method not in (None, "lora", "qlora"):
+        raise ConfigError(
+            f"4-bit weights cannot be trained: {key}: {text_of(value)} with finetuning_type: "
+            f"{method}\nhint: finetuning_type=qlora"
+        )
+    values.pop("finetuning_type", None)
+    return {"finetuning_type": "qlora"}
 
 
 def _revision(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:

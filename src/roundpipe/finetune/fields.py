@@ -11,7 +11,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Shape = Literal[
     "messages",
@@ -25,6 +32,9 @@ Shape = Literal[
 ]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+# Bytes; or a share, at most 1, of what is free.
+Memory = Annotated[int, Field(gt=1)] | Annotated[float, Field(gt=0, le=1)]
 
 _DEVICE = re.compile(r"(auto|cpu|cuda|cuda:\d+|\d+)(\s*\*\s*[1-9]\d*)?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
@@ -63,7 +73,9 @@ class TrainConfig(BaseModel):
         min_length=1, description="folder, hub id, id@revision, GGUF file or package:NAME/FILE"
     )
     attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="attention code")
-    finetuning_type: Literal["lora", "full"] = Field("lora", description="what is trained")
+    finetuning_type: Literal["lora", "full", "qlora"] = Field(
+        "lora", description="what is trained; qlora: lora over base weights in 4 bits"
+    )
 
     # data
     dataset: tuple[DatasetEntry, ...] = Field(
@@ -88,8 +100,11 @@ class TrainConfig(BaseModel):
 
     # optimizer
     optim: Literal["adamw_torch"] = Field("adamw_torch", description="the optimizer")
+    optim_state_dtype: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32", description="of the optimizer's moments: 8, 4 or 2 bytes of each trained weight"
+    )
     learning_rate: Annotated[float, Field(ge=0)] = Field(
-        default_factory=_learning_rate, description="peak rate; 2e-4 for lora, 1e-5 for full"
+        default_factory=_learning_rate, description="peak rate; 2e-4 for adapters, 1e-5 for full"
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled decay")
     adam_beta1: Share = Field(0.9, description="decay of the first moment")
@@ -107,8 +122,10 @@ class TrainConfig(BaseModel):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="cosine ends at this share of the peak rate"
     )
-    dtype: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="of weights and arithmetic; auto: fp32 on CPU, bf16 on a GPU"
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "auto",
+        description="of weights and arithmetic; auto: fp32 on CPU, bf16 on a GPU, fp16 on one "
+        "that has no bf16",
     )
 
     # adapter
@@ -119,6 +136,9 @@ class TrainConfig(BaseModel):
     lora_dropout: Share = Field(0.0, description="dropout before the adapter")
     target_modules: str | tuple[str, ...] = Field(
         "all-linear", description="all-linear, a list of names, or a regular expression"
+    )
+    target_parameters: tuple[str, ...] | None = Field(
+        None, description="stacked experts that get adapters too, e.g. mlp.experts.gate_up_proj"
     )
     modules_to_save: tuple[str, ...] | None = Field(
         None, description="modules trained whole and saved with the adapter"
@@ -163,6 +183,12 @@ class TrainConfig(BaseModel):
     device_memory_limit: Positive | None = Field(
         None, description="bytes of each device that may be used, e.g. 20GB"
     )
+    host_memory_limit: Memory | None = Field(
+        None, description="memory that the run may take, e.g. 64GB, or 0.8 of what is free"
+    )
+    pinned_memory_limit: Memory | None = Field(
+        None, description="memory that may be page-locked, e.g. 64GB, or 0.8 of what is free"
+    )
     machine: str | dict[str, Any] | None = Field(
         None,
         description="what is planned for, e.g. 8x4090,512GB, or a machine file; none: this one",
@@ -199,7 +225,7 @@ class TrainConfig(BaseModel):
         entries = given if isinstance(given, list | tuple) else [given]
         return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
-    @field_validator("modules_to_save", "sample_prompts", mode="before")
+    @field_validator("modules_to_save", "target_parameters", "sample_prompts", mode="before")
     @classmethod
     def _one_is_a_list(cls, given: Any) -> Any:
         return [given] if isinstance(given, str) else given
@@ -244,12 +270,14 @@ class TrainConfig(BaseModel):
     def _memory_in_bytes(cls, given: Any) -> Any:
         if isinstance(given, list | tuple) or (isinstance(given, int | float) and 0 < given <= 1):
             raise ValueError(f"not yet as a share or a list: {given}\nhint: 20GB, for each device")
-        found = _MEMORY.fullmatch(str(given).strip())
-        if not found:
-            raise ValueError(f"not an amount of memory: {given}\nhint: device_memory_limit=20GB")
-        number, prefix, binary = found.groups()
-        factor = (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
-        return round(float(number) * factor)
+        return _bytes_of(given, "device_memory_limit=20GB")
+
+    @field_validator("host_memory_limit", "pinned_memory_limit", mode="before")
+    @classmethod
+    def _memory_or_share(cls, given: Any, about: ValidationInfo) -> Any:
+        if given is None or (isinstance(given, int | float) and 0 < given <= 1):
+            return given if given is None else float(given)
+        return _bytes_of(given, f"{about.field_name}=64GB, or 0.8")
 
     @field_validator("warmup_steps", "val_size")
     @classmethod
@@ -263,6 +291,16 @@ class TrainConfig(BaseModel):
         for problem in _contradictions(self):
             raise ValueError(problem)
         return self
+
+
+def _bytes_of(given: Any, example: str) -> int:
+    """An amount such as 20GB in bytes."""
+    found = _MEMORY.fullmatch(str(given).strip())
+    if not found:
+        raise ValueError(f"not an amount of memory: {given}\nhint: {example}")
+    number, prefix, binary = found.groups()
+    factor = (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
+    return round(float(number) * factor)
 
 
 def _contradictions(config: TrainConfig) -> list[str]:
@@ -286,6 +324,11 @@ def _contradictions(config: TrainConfig) -> list[str]:
             config.min_lr_ratio is not None and config.lr_scheduler_type != "cosine",
             f"min_lr_ratio needs a cosine schedule, not: {config.lr_scheduler_type}"
             "\nhint: lr_scheduler_type=cosine",
+        ),
+        (
+            config.finetuning_type == "qlora" and config.use_dora,
+            "use_dora takes the size of the base weights apart, and qlora packs them"
+            "\nhint: use_dora=false, or finetuning_type=lora",
         ),
         (
             config.train_on_prompt and config.mask_history,

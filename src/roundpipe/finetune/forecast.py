@@ -104,8 +104,8 @@ def limited(machine: Machine, wish: Wish) -> Machine:
     if limit is not None:
         cards = tuple(replace(c, memory_bytes=min(c.memory_bytes, limit)) for c in cards)
     host = machine.host
-    if wish.host_memory_limit is not None:
-        given = wish.host_memory_limit
+    if wish.config.host_memory_limit is not None:
+        given = wish.config.host_memory_limit
         most = given * host.memory_bytes if given <= 1 else given
         host = replace(host, memory_bytes=min(host.memory_bytes, int(most)))
     return replace(machine, cards=cards, host=host)
@@ -113,7 +113,7 @@ def limited(machine: Machine, wish: Wish) -> Machine:
 
 def job_of(wish: Wish, machine: Machine) -> Job:
     """How the wish trains on ``machine``: fp32 where a CPU takes part, else bf16, else fp16."""
-    dtype = wish.dtype
+    dtype: str = wish.config.dtype
     if dtype == "auto":
         if any(card.in_host for card in machine.cards):
             dtype = "fp32"
@@ -125,9 +125,8 @@ def job_of(wish: Wish, machine: Machine) -> Job:
         dtype=dtype,
         fp16_accumulation=wish.fp16_accumulation,
         length=wish.config.max_length,
-        moments_dtype=None if wish.moments == "fp32" else wish.moments,
         staleness=wish.config.staleness,
-    )
+    ).with_moments(wish.config.optim_state_dtype)
 
 
 def forecast(

@@ -1,7 +1,7 @@
 """What `roundpipe plan` is asked: the keys of `roundpipe train`, and what only a plan knows as yet.
 
-Model and data may be missing. A key or word that training does not know yet (``qlora``,
-``optim_state_dtype``) is planned all the same where it matters for memory or speed, and left aside
+Model and data may be missing. A key or word that training does not know yet (``freeze``,
+``fp16_accumulation``) is planned all the same where it matters for memory or speed, and left aside
 where it does not; both are said. Everything else is judged as training judges it.
 """
 
@@ -16,7 +16,6 @@ from roundpipe.finetune.config import layered_config, make_config
 from roundpipe.finetune.translate import KNOWN
 from roundpipe.finetune.words import is_empty, text_of
 from roundpipe.models.estimate.method import Lora, Method
-from roundpipe.plan.amounts import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,27 +23,19 @@ if TYPE_CHECKING:
     from roundpipe.finetune.config import TrainConfig
     from roundpipe.models.estimate.method import MethodName
 
-_METHODS = ("qlora", "freeze")  # that training does not have yet
-_FOUR_BITS = {"load_in_4bit": True, "quantization_bit": 4}
-_MOMENTS = ("fp32", "bf16", "int8")
+_METHODS = ("freeze",)  # that training does not have yet
 _PLACEHOLDER = "-"  # for a model or a dataset that is not given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What is to be planned. ``later``: what of it training would refuse today.
-
-    ``host_memory_limit``: bytes, or a share of what is free where it is at most 1.
-    """
+    """What is to be planned. ``later``: what of it training would refuse today."""
 
     config: TrainConfig
     method: Method = field(default_factory=Method)
     has_model: bool = True
     has_dataset: bool = True
-    dtype: str = "auto"
     fp16_accumulation: bool = False
-    moments: str = "fp32"
-    host_memory_limit: float | None = None
     save_total_limit: int | None = None
     given: frozenset[str] = frozenset()  # fields that were said
     notes: tuple[str, ...] = ()
@@ -85,22 +76,13 @@ def read_wish(
             plain[0][target] = value
     config, notes = layered_config(plain[0], plain[1], count_devices)
     name = taken.get("finetuning_type", config.finetuning_type)
-    if name not in ("full", *_METHODS) and taken.get("is_packed"):
-        name = "qlora"
-    elif name == "full" and taken.get("is_packed"):
-        raise ConfigError(
-            "4-bit weights cannot be trained in full\nhint: finetuning_type=qlora, or =lora"
-        )
     unfrozen = taken.get("unfrozen_parameters") or ()
     return Wish(
         config=config,
         method=method_of(name, config, unfrozen=_names(unfrozen)),
         has_model=config.model_name_or_path != _PLACEHOLDER,
         has_dataset=config.dataset[0].path != _PLACEHOLDER,
-        dtype=taken.get("dtype", config.dtype),
         fp16_accumulation=_truth("fp16_accumulation", taken.get("fp16_accumulation", False)),
-        moments=_one_of("optim_state_dtype", taken.get("optim_state_dtype", "fp32"), _MOMENTS),
-        host_memory_limit=_memory("host_memory_limit", taken.get("host_memory_limit")),
         save_total_limit=_count("save_total_limit", taken.get("save_total_limit")),
         given=frozenset(keys.ALIASES.get(key, key) for layer in plain for key in layer),
         notes=tuple(notes),
@@ -114,7 +96,9 @@ def method_of(name: str, config: TrainConfig, *, unfrozen: tuple[str, ...] = ())
         r=config.lora_r,
         target_modules=config.target_modules,
         modules_to_save=config.modules_to_save or (),
-        target_parameters=tuple((config.peft or {}).get("target_parameters") or ()),
+        target_parameters=tuple(
+            config.target_parameters or (config.peft or {}).get("target_parameters") or ()
+        ),
     )
     # The adapter's settings say nothing without one, and would hide what is known of a model.
     return Method(
@@ -155,8 +139,6 @@ class _Layer:
     def _takes(self, key: str, target: str, value: Any) -> bool:
         if key not in KNOWN or key in keys.REFUSED:
             return False
-        if key in _FOUR_BITS and value == _FOUR_BITS[key]:
-            return self._take("is_packed", True, f"{key}: {text_of(value)}")
         if target in keys.LATER:
             nothing, _ = keys.LATER[target]
             if not is_empty(value) and value != nothing:
@@ -169,19 +151,12 @@ class _Layer:
         said = f"{key}: {text_of(value)}"
         if (target == "finetuning_type" or key == "adapter") and value in _METHODS:
             return self._take("finetuning_type", value, said)
-        if target == "dtype" and keys.DTYPES.get(value, value) == "fp16":
-            return self._take("dtype", "fp16", said)
-        if key == "fp16" and value is True:
-            return self._take("dtype", "fp16", said)
-        if target == "optim" and value in keys.OPTIMIZERS_LATER:
-            return self._take("optim_state_dtype", "int8", said)
         if target in ("report_to", "lr_scheduler_type") and _is_later(target, value):
             return self._take(target, value, said)
         return False
 
     def _take(self, target: str, value: Any, said: str) -> bool:
-        field = "finetuning_type" if target == "is_packed" else target
-        if field not in self._silenced:
+        if target not in self._silenced:
             self.taken[target] = value
             self.said.append(said)
         return True
@@ -210,14 +185,6 @@ def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
-def _one_of(key: str, value: Any, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise ConfigError(
-            f"{key}: {value} is not one of: {', '.join(known)}\nhint: {key}={known[0]}"
-        )
-    return str(value)
-
-
 def _truth(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"neither true nor false: {key}={value}\nhint: {key}=true")
@@ -228,12 +195,3 @@ def _count(key: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ConfigError(f"not a number of checkpoints: {key}={value}\nhint: {key}=2")
     return value
-
-
-def _memory(key: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    amount = value if isinstance(value, int | float) else read_bytes(str(value))
-    if amount is None or isinstance(value, bool) or not amount > 0:
-        raise ConfigError(f"not an amount of memory: {key}={value}\nhint: {key}=64GB, or 0.8")
-    return float(amount)

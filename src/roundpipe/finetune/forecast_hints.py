@@ -89,9 +89,9 @@ class _Trials:
             need, device = tried.least_host(size=1), tried.least_device(size=1)
             return write_bytes(tried.host_total(need, device))
 
-        if self._wish.method.name == "full" and self._wish.moments == "fp32":
+        if self._wish.method.name == "full" and config.optim_state_dtype == "fp32":
             for moments in ("bf16", "int8"):
-                tried = replace(case, job=replace(case.job, moments_dtype=moments))
+                tried = replace(case, job=case.job.with_moments(moments))
                 words = f"optim_state_dtype={moments}"
                 if self._helps(tried, optim_state_dtype=moments):
                     yield Hint(words, host(tried))

@@ -62,8 +62,8 @@ _RESULTS = (
 )
 # What may differ between two runs that are the same run: where and how it runs, not what it learns.
 _FREE_KEYS = frozenset(
-    {"output_dir", "overwrite_output_dir", "devices", "device_memory_limit", "machine"}
-    | {"logging_steps", "report_to"}
+    {"output_dir", "overwrite_output_dir", "devices", "machine", "logging_steps", "report_to"}
+    | {"device_memory_limit", "host_memory_limit", "pinned_memory_limit"}
 )
 
 

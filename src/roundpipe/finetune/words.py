@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def translate_words(values: dict[str, Any], notes: list[str]) -> None:
     """Names of values, where the key is ours and the word another trainer's."""
     _translate_word("optim", keys.OPTIMIZERS, values, notes)
+    _translate_8bit(values, notes)
     _translate_word("dtype", keys.DTYPES, values, notes)
     _translate_word("lr_scheduler_type", {"cosine_with_min_lr": "cosine"}, values, notes)
     _translate_word("truncation", {"truncate": "cut", "raise": "error"}, values, notes)
@@ -22,8 +23,9 @@ def translate_words(values: dict[str, Any], notes: list[str]) -> None:
     _refuse_words(values)
     if isinstance(values.get("target_modules"), str):
         values["target_modules"] = _targets(values["target_modules"])
-    if isinstance(values.get("modules_to_save"), str):
-        values["modules_to_save"] = _names(values["modules_to_save"])
+    for field in ("modules_to_save", "target_parameters"):
+        if isinstance(values.get(field), str):
+            values[field] = _names(values[field])
     if values.get("val_size") == 0:
         del values["val_size"]
     for field in ("report_to", "sample_prompts"):
@@ -39,12 +41,9 @@ def translate_words(values: dict[str, Any], notes: list[str]) -> None:
 _FLASH = dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2", "flash"), "sdpa")
 
 _WORDS_LATER = {
-    ("dtype", "fp16"): "dtype=bf16, or dtype=fp32",
-    ("finetuning_type", "qlora"): "finetuning_type=lora",
     ("finetuning_type", "freeze"): "finetuning_type=lora",
     ("lr_scheduler_type", "warmup_stable_decay"): "lr_scheduler_type=cosine",
     ("lr_scheduler_type", "wsd"): "lr_scheduler_type=cosine",
-    **{("optim", name): "optim=adamw_torch" for name in keys.OPTIMIZERS_LATER},
     **{
         ("report_to", name): "report_to=none: trainer_log.jsonl has every value"
         for name in ("all", "tensorboard", "wandb", "mlflow", "trackio")
@@ -59,6 +58,15 @@ def _translate_word(
     if isinstance(value, str) and value in words:
         values[field] = words[value]
         notes.append(f"{field}: {value} is {words[value]}")
+
+
+def _translate_8bit(values: dict[str, Any], notes: list[str]) -> None:
+    """An optimizer with 8-bit moments; what is said of the moments themselves counts more."""
+    value = values.get("optim")
+    if value in keys.OPTIMIZERS_8BIT:
+        values["optim"] = "adamw_torch"
+        state = values.setdefault("optim_state_dtype", "int8")
+        notes.append(f"optim: {value} is adamw_torch with optim_state_dtype: {state}")
 
 
 def _refuse_words(values: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from roundpipe.optim.adam import Adam
 from roundpipe.optim.adamw import AdamW
 from roundpipe.optim.decay import decay_groups
+from roundpipe.optim.scaler import GradScaler
 from roundpipe.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "decay_groups"]
+__all__ = ["SGD", "Adam", "AdamW", "GradScaler", "decay_groups"]

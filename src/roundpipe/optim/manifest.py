@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+
+import torch
 
 from roundpipe.errors import ConfigError
 from roundpipe.optim.state_file import DamagedError, check_state, checksum_of
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from roundpipe.store.layer import HostLayer
@@ -50,7 +54,7 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink()
 
 
-def write_manifest(folder: Path, optimizer: Optimizer, layers: Iterable[HostLayer]) -> None:
+def write_manifest(folder: Path, optimizer: Optimizer, layers: Sequence[HostLayer]) -> None:
     """Bring all files to the disk, then say that they belong together. Raises OSError."""
     files = {}
     for layer in layers:
@@ -59,7 +63,12 @@ def write_manifest(folder: Path, optimizer: Optimizer, layers: Iterable[HostLaye
             _sync(path)
             files[path.name] = checksum_of(path)
     _sync(folder)
-    text = json.dumps({**_described(optimizer, layers), "checksums": files}, indent=1)
+    content = {
+        **_described(optimizer, layers),
+        "checksums": files,
+        "weights": _weight_checksums(layers),
+    }
+    text = json.dumps(content, indent=1)
     beside = folder / (MANIFEST + ".tmp")
     beside.write_text(text)
     _sync(beside)
@@ -88,11 +97,13 @@ def read_manifest(
         manifest: dict[str, Any] = json.loads(path.read_text())
         said = {key: manifest[key] for key in ("format", "optimizer", "layers")}
         checksums: dict[str, str] = dict(manifest["checksums"])
+        weights: dict[str, str] = dict(manifest["weights"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{KEY}: {path} cannot be read: {error}\nhint: go on from a checkpoint"
         ) from error
     _refuse_others(folder, said, _described(optimizer, layers))
+    _refuse_other_weights(folder, weights, _weight_checksums(layers))
     paths = {layer.index: state_path(folder, layer) for layer in layers}
     found = {index: path for index, path in paths.items() if path.name in checksums}
     for state in found.values():
@@ -135,6 +146,31 @@ def _refuse_others(folder: Path, said: dict[str, Any], ours: dict[str, Any]) -> 
     first = next((layer for layer in mine if layer not in theirs), None)
     what = f"without {first[0]}" if first is not None else f"of {len(theirs)} layers"
     raise ConfigError(f"{KEY}: {folder} is of another model, {what}\nhint: {KEY}=ANOTHER")
+
+
+def _weight_checksums(layers: Iterable[HostLayer]) -> dict[str, str]:
+    """Of weights that are their own masters: they are not among the files, but of their step."""
+    return {
+        name: f"{zlib.crc32(_bytes_of(master)):08x}"
+        for layer in layers
+        for name, master in layer.masters.items()
+        if layer.is_alias(name)
+    }
+
+
+def _bytes_of(master: Tensor) -> memoryview:
+    flat = master.detach().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _refuse_other_weights(folder: Path, theirs: dict[str, str], ours: dict[str, str]) -> None:
+    different = [name for name, checksum in ours.items() if theirs.get(name) != checksum]
+    if different:
+        raise ConfigError(
+            f"{KEY}: {folder} belongs to other weights than the model has: {different[0]} "
+            f"({len(different)} of {len(ours)})\n"
+            "hint: load_state_dict(…) of the run that left it, then attach_optimizer"
+        )
 
 
 def _check(path: Path, checksum: str) -> None:

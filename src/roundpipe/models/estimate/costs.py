@@ -1,12 +1,13 @@
 """From a profile to `Costs`: one machine's card, one dtype, one length and one microbatch.
 
 Host bytes are those of the store, in its own layout. By default a trained 16-bit weight takes 16:
-itself and its gradient (page-locked), its fp32 master and two fp32 moments (pageable).
+itself and its gradient (page-locked), its fp32 master and two fp32 moments (pageable). A bf16 master
+is the weight itself and a 16-bit remainder, together fp32: with 8-bit moments 8 and a little.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import ConfigError
@@ -25,9 +26,9 @@ _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 4 / 256}  # int8:
 class Job:
     """How a model is trained. None for ``optim_dtype``: fp32 for 16-bit weights, else theirs.
 
-    ``moments_dtype``: None is the masters'. ``backward_visits``: by how many visits of a step a
-    layer's gradient is made; with more than one (rounds, a replicated stage) partial sums come down
-    in fp32, each to a place of its own, and are added up on the host.
+    ``moments_dtype``: None is fp32. ``backward_visits``: by how many visits of a step a layer's
+    gradient is made; with more than one (rounds, a replicated stage) partial sums come down in
+    fp32, each to a place of its own, and are added up on the host.
     """
 
     dtype: str = "bf16"
@@ -59,6 +60,14 @@ class Job:
     def bits(self) -> int:
         """Of the working dtype."""
         return 32 if self.dtype == "fp32" else 16
+
+    def with_moments(self, dtype: str) -> Job:
+        """The same with moments in ``dtype``. Where they are narrow, bf16 weights need no master.
+
+        They are their own, with a remainder beside the moments.
+        """
+        own = dtype != "fp32" and self.dtype == "bf16"
+        return replace(self, moments_dtype=dtype, optim_dtype="bf16" if own else None)
 
     @property
     def at(self) -> tuple[int, int]:
@@ -151,23 +160,23 @@ class Host:
     @property
     def pageable_bytes(self) -> int:
         """Master weights where they are not the working weights themselves, and moments."""
-        masters, moments = 0, 0.0
+        masters, state = 0, 0.0
         for count, size in self.sizes.trained:
             master = self._master_bytes(size)
             if master != size or self.job.staleness:
                 masters += -(-round(count * master) // ALIGNMENT) * ALIGNMENT
-            moments += 2 * count * self._moment_bytes(master)
-        return masters + round(moments)
+            state += count * self._state_bytes(master)
+        return masters + round(state)
 
     @property
     def update_bytes(self) -> int:
-        """Gradient read, master and moments read and written, working weight written."""
+        """Gradient read, master and state read and written, working weight written."""
         total = 0.0
         for count, size in self.sizes.trained:
             master = self._master_bytes(size)
             gradient = 4.0 if self._is_partial else size
             working = size if master != size else 0
-            total += count * (gradient + 2 * master + 4 * self._moment_bytes(master) + working)
+            total += count * (gradient + 2 * master + 2 * self._state_bytes(master) + working)
         return round(total)
 
     @property
@@ -185,5 +194,7 @@ class Host:
             return _BYTES[self.job.optim_dtype]
         return 4.0 if size == 2 else float(size)
 
-    def _moment_bytes(self, master: float) -> float:
-        return master if self.job.moments_dtype is None else _BYTES[self.job.moments_dtype]
+    def _state_bytes(self, master: float) -> float:
+        """Of both moments, and of what a bf16 master lacks of fp32."""
+        remainder = 2.0 if master == _BYTES["bf16"] else 0.0
+        return 2 * _BYTES[self.job.moments_dtype or "fp32"] + remainder

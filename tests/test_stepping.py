@@ -1,0 +1,156 @@
+"""How a model is stepped, in public: eagerly, with loss scaling, with state on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model(dtype=torch.float32):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(4)]
+        return nn.Sequential(*layers).to(dtype)
+
+
+def batch(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(6, 6, generator=generator).to(dtype)
+
+
+def train(ours, optimizer, steps, *, scale=1.0, dtype=torch.float32, **how):
+    results = []
+    for step in range(steps):
+        x = batch(step, dtype)
+        ours.forward_backward(
+            (x,), label=x, loss_fn=lambda out, y: scale * (out - y).square().sum()
+        )
+        results.append(ours.step(optimizer, **how))
+    return results
+
+
+def weights(ours):
+    return {name: value.clone() for name, value in ours.state_dict().items()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_eager_steps_end_in_the_bits_of_whole_ones(devices):
+    found = []
+    for commit in ("whole", "eager"):
+        with roundpipe.RoundPipe(model(), devices=["cpu"] * devices, commit=commit) as ours:
+            train(ours, roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2), 4)
+            found.append(weights(ours))
+    assert same(*found)
+
+
+def test_what_an_eager_step_cannot_do_is_refused():
+    with pytest.raises(ConfigError, match="commit must be"):
+        roundpipe.RoundPipe(model(), devices="cpu", commit="now")
+    with roundpipe.RoundPipe(model(), devices="cpu", commit="eager") as ours:
+        optimizer = roundpipe.optim.AdamW(ours.optim_parameters())
+        for how in ({"max_grad_norm": 1.0}, {"is_async": True}):
+            with pytest.raises(ConfigError, match="eager"):
+                train(ours, optimizer, 1, **how)
+            ours.zero_grad()
+
+
+def test_a_scaler_skips_steps_that_overflow_and_the_rest_is_as_without():
+    scaler = roundpipe.GradScaler(init_scale=2.0**14)
+    with roundpipe.RoundPipe(model(torch.float16), devices="cpu", grad_scaler=scaler) as ours:
+        optimizer = roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2)
+        before = weights(ours)
+        (too_much,) = train(ours, optimizer, 1, scale=1e4, dtype=torch.float16)
+        assert too_much.skipped
+        assert same(weights(ours), before)
+        assert scaler.get_scale() == 2.0**13
+        good = train(ours, optimizer, 3, scale=1e-2, dtype=torch.float16)
+        assert not any(result.skipped for result in good)
+        found = weights(ours)
+    with roundpipe.RoundPipe(model(), devices="cpu") as plain:
+        optimizer = roundpipe.optim.AdamW(plain.optim_parameters(), lr=1e-2)
+        train(plain, optimizer, 3, scale=1e-2)
+        for name, value in weights(plain).items():
+            torch.testing.assert_close(found[name].float(), value, rtol=2e-2, atol=2e-2)
+
+
+def test_a_function_that_steps_gets_unscaled_gradients():
+    scaler = roundpipe.GradScaler(init_scale=8.0)
+    seen = []
+    with roundpipe.RoundPipe(model(), devices="cpu", grad_scaler=scaler) as ours:
+        masters = ours.optim_parameters()
+        train(ours, lambda: seen.extend(p.grad.clone() for p in masters), 1)
+    with roundpipe.RoundPipe(model(), devices="cpu") as plain:
+        masters = plain.optim_parameters()
+        train(plain, lambda: seen.extend(p.grad.clone() for p in masters), 1)
+    half = len(seen) // 2
+    assert half == 8
+    for one, other in zip(seen[:half], seen[half:], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def steps_on_disk(folder, dtype, weights_before=None, *, steps, resume=False):
+    with roundpipe.RoundPipe(model(dtype), devices="cpu", optim_state_dir=folder) as ours:
+        if weights_before is not None:
+            ours.load_state_dict(weights_before)
+        optimizer = roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2)
+        ours.attach_optimizer(optimizer, resume=resume)
+        for step in steps:
+            x = batch(step, dtype)
+            ours.forward_backward((x,), label=x, loss_fn=lambda out, y: (out - y).square().sum())
+            ours.step(optimizer)
+        return weights(ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_on_disk_gives_the_same_bits_and_another_run_goes_on_from_it(tmp_path, dtype):
+    with roundpipe.RoundPipe(model(dtype), devices="cpu") as ours:
+        train(ours, roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2), 4, dtype=dtype)
+        expected = weights(ours)
+    folder = tmp_path / "state"
+    half = steps_on_disk(folder, dtype, steps=range(2))
+    # bf16 masters are among the files; fp32 weights are their own masters and the caller's to keep
+    loaded = half if dtype is torch.float32 else None
+    assert same(steps_on_disk(folder, dtype, loaded, steps=range(2, 4), resume=True), expected)
+
+
+def test_state_on_disk_is_refused_with_weights_of_another_step(tmp_path):
+    folder = tmp_path / "state"
+    steps_on_disk(folder, torch.float32, steps=range(2))
+    with pytest.raises(ConfigError, match="other weights"):
+        steps_on_disk(folder, torch.float32, steps=(), resume=True)
+
+
+def test_state_on_disk_is_of_one_optimizer_and_no_function(tmp_path):
+    with roundpipe.RoundPipe(model(), devices="cpu", optim_state_dir=tmp_path / "s") as ours:
+        optimizer = roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2)
+        train(ours, optimizer, 2)
+        assert optimizer.state_dict()["state"]
+        with pytest.raises(ConfigError, match="one optimizer"):
+            ours.attach_optimizer(roundpipe.optim.AdamW(ours.optim_parameters()))
+        with pytest.raises(ConfigError, match="on disk"):
+            train(ours, lambda: None, 1)
+
+
+def test_an_optimizers_state_is_that_of_the_last_step_whenever_it_is_asked():
+    with roundpipe.RoundPipe(model(), devices=["cpu", "cpu"]) as ours:
+        optimizer = roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2)
+        train(ours, optimizer, 3)
+        assert {float(s["step"]) for s in optimizer.state_dict()["state"].values()} == {3.0}
+        with pytest.raises(ConfigError, match="nothing to resume"):
+            ours.attach_optimizer(roundpipe.optim.AdamW(ours.optim_parameters()), resume=True)
