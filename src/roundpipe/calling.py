@@ -16,7 +16,7 @@ from roundpipe.engine.call import (
     total_loss,
 )
 from roundpipe.engine.caller import CallerState
-from roundpipe.engine.graph import Given, outputs_in_graph
+from roundpipe.engine.graph import Given, outputs_in_graph, own_copy
 from roundpipe.engine.microbatch import Cut, joined
 from roundpipe.engine.random import pass_seed
 from roundpipe.engine.run import Call
@@ -72,7 +72,8 @@ class Calling(Stored):
         """
         self._ready()
         config = run_config.over(self._config)
-        kwargs = dict(input_kwargs or {})
+        # Layers read them until their backward: a caller may write to theirs when this returns.
+        input_args, kwargs, label = own_copy((tuple(input_args), dict(input_kwargs or {}), label))
         asked = ask_training(
             input_args,
             kwargs,
@@ -131,7 +132,7 @@ class Calling(Stored):
         self._ready()
         config = roundpipe_run_config.over(self._config)
         self.synchronize()
-        given = Given.of(args, kwargs)
+        given = Given.of(args, kwargs)  # copies, should they be read again in a backward
         is_joined = torch.is_grad_enabled() and config.requires_grad is not False
         is_joined = is_joined and (self._trains() or bool(given.leaves))
         with_loss = self._spec.computes_loss and kwargs.get("labels") is not None
@@ -151,7 +152,12 @@ class Calling(Stored):
         return joined(outputs, config)
 
     def _without_graph(self, parts: Sequence[Microbatch], config: RoundPipeRunConfig) -> list[Any]:
-        call = self._call(parts, config, newest=self._chain.staleness == 1)
+        call = self._call(
+            parts,
+            config,
+            newest=self._chain.staleness == 1,
+            wants_logits=not config.loss_only,
+        )
         with torch.inference_mode(False), self._chain.interruptible():
             run = self._chain.start_forward(call, config)
             self._engine.wait_results(run)

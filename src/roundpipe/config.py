@@ -108,7 +108,8 @@ class RoundPipeRunConfig:
     what is cut as usual. ``split_label``: a function (label, number) -> list, or a spec.
     ``merge_output``: a function (list of outputs) -> result, a spec, in which ``_CustomReducer``
     may stand too, or False, which gives ``RoundPipePackedData`` in place of each tensor.
-    ``execute_plan``: stages given by hand.
+    ``execute_plan``: stages given by hand. ``loss_only``: a pass without gradient of a causal LM
+    that is given labels returns its loss and no logits, which then are never there all at once.
     """
 
     requires_grad: bool | None = None
@@ -120,6 +121,7 @@ class RoundPipeRunConfig:
     split_label: Any = None
     merge_output: Any = None
     execute_plan: ModelExecutePlan | None = None
+    loss_only: bool | None = None
 
     def __post_init__(self) -> None:
         if self.recompute_grain not in (None, "stage", "layer"):

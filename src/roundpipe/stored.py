@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
-from roundpipe.store.build import newest_state, require_writable
+from roundpipe.store.build import newest_state, require_writable, trained_state
 from roundpipe.wrapped import Wrapped, wants_masters
 
 if TYPE_CHECKING:
@@ -69,6 +69,14 @@ class Stored(Wrapped):
         """The newest weights by the model's own names, in its dtypes; waits until they are made."""
         self.synchronize()
         return newest_state(self.model, self._layers, *args, **kwargs)
+
+    def trained_state_dict(self) -> dict[str, Tensor]:
+        """Of ``state_dict`` what is trained: all that an adapter is saved from, nothing unpacked.
+
+        Copies; waits until they are made.
+        """
+        self.synchronize()
+        return trained_state(self.model, self._layers)
 
     def load_state_dict(
         self,

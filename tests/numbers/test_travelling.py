@@ -104,3 +104,26 @@ def test_a_boundary_may_have_another_shape_in_each_microbatch(
 
     assert torch.equal(train_xy(wrapped, batch, loss, 4), expected)
     same_bits(wrapped.gradients(), reference.gradients())
+
+
+def test_inputs_may_be_overwritten_when_a_call_returns(wrap, tiny_tower, batches, square_loss):
+    """Backward goes on behind it and reads them again."""
+    batch = batches.points(6)
+    ours, other = wrap(tiny_tower(), 2), wrap(tiny_tower(), 2)
+    for model, overwrites in ((ours, True), (other, False)):
+        x, y = batch["x"].clone(), batch["y"].clone()
+        model.forward_backward((x,), label=y, loss_fn=square_loss)
+        if overwrites:
+            x.fill_(float("nan"))
+            y.fill_(float("nan"))
+        loss = square_loss(model(x.nan_to_num()), y.nan_to_num())
+        if overwrites:
+            assert loss.isfinite()
+    mine = wrap(tiny_tower(), 2)
+    x = batch["x"].clone()
+    out = mine(x)
+    x.fill_(float("nan"))
+    square_loss(out, batch["y"]).backward()
+    assert all(gradient.isfinite().all() for gradient in mine.gradients().values())
+    found, expected = ours.gradients(), other.gradients()
+    assert all(found[name].equal(expected[name]) for name in expected)

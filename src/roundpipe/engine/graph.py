@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Given:
-    """What a caller calls a model with: the same without a graph, and what wants a gradient.
+    """What a caller calls a model with: copies without a graph, and what wants a gradient.
 
     ``wanted`` marks it in the pytree of both arguments; ``leaves`` are its tensors: one for each
     mark, or as many as there are microbatches where they come packed.
@@ -78,10 +78,15 @@ def _wants_gradient(leaf: Any) -> bool:
 
 
 def _cut(leaf: Any) -> Any:
-    """The same without a graph."""
+    """The same without a graph and in memory of its own."""
     if isinstance(leaf, RoundPipePackedData):
         return RoundPipePackedData(map(_cut, leaf))
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def own_copy(tree: Any) -> Any:
+    """A tree's tensors copied, without a graph; everything else as it is."""
+    return pytree.tree_map(_cut, tree)
 
 
 def _whole(leaf: Tensor, parts: Gradients, sizes: Sequence[int]) -> Tensor | None:

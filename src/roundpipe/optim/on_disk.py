@@ -9,8 +9,8 @@ A layer's state is in memory while the layer is updated, and in a file between u
 One thread reads, one writes; at most ``ahead`` layers are read early and two are being written, so
 memory holds the state of ``ahead + 3`` layers. Which layer comes next is learnt from the step
 before. Masters leave only where the update has published them: at staleness 1 they stay in memory
-and moments alone leave. Weights that are their own masters (fp32) stay, and a folder is resumed from
-only with the very weights it was closed with.
+and moments alone leave. Weights that are their own masters (fp32) stay, and a folder is resumed
+from only with the very weights it was closed with.
 
 [Note: what a folder is worth] A file is whole or refused (`roundpipe.optim.state_file`), but files
 of different layers may be of different steps: a process that dies in the middle of a step leaves
