@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAMES = """
-ConfigError DataError DeadlockError DeviceError DevicePool ModelError ModelExecutePlan PlanError
-RaceError RoundPipe RoundPipeError RoundPipeRunConfig StallError StepError StepResult __version__
-optim plan sim
+ConfigError DataError DeadlockError DeviceError DevicePool GradScaler HostMemoryError ModelError
+ModelExecutePlan OptimizerCtx PlanError RaceError RoundPipe RoundPipeError RoundPipePackedData
+RoundPipeRunConfig StallError StepError StepResult __version__ optim plan sim
 """
 
 

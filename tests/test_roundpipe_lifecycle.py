@@ -360,7 +360,7 @@ def test_a_run_that_starts_while_another_one_does_comes_behind_it_everywhere(mon
             if threading.current_thread() is other:
                 if name_of(task) == "_bring_results":
                     started.set()
-            elif name_of(task) == "_issue" and not other.ident:
+            elif name_of(task) == "issue" and not other.ident:
                 other.start()
                 started.wait(0.5)  # in vain, unless nothing keeps it out
 

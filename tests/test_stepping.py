@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -154,3 +159,70 @@ def test_an_optimizers_state_is_that_of_the_last_step_whenever_it_is_asked():
         assert {float(s["step"]) for s in optimizer.state_dict()["state"].values()} == {3.0}
         with pytest.raises(ConfigError, match="nothing to resume"):
             ours.attach_optimizer(roundpipe.optim.AdamW(ours.optim_parameters()), resume=True)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_loading_an_optimizers_state_waits_for_the_update_under_way(loads):
+    class Slow(roundpipe.optim.SGD):
+        """Its updates, in another thread, begin when the test says so, or when nobody does."""
+
+        def update_(self, *args, **kwargs):
+            goes_on.wait(0.02)
+            super().update_(*args, **kwargs)
+
+    goes_on = threading.Event()
+    with roundpipe.RoundPipe(model(), devices="cpu") as ours:
+        optimizer = Slow(ours.optim_parameters(), lr=1e-2, momentum=0.9)
+        train(ours, optimizer, 1)
+        saved = copy.deepcopy(optimizer.state_dict())  # tensors are taken as they are
+        train(ours, optimizer, 1)
+        if loads:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        goes_on.set()
+        ours.synchronize()
+        found = optimizer.state_dict()["state"]
+    momenta = [
+        found[k]["momentum_buffer"].equal(saved["state"][k]["momentum_buffer"]) for k in found
+    ]
+    assert all(momenta) is loads
+
+
+def test_an_optimizer_that_is_used_no_more_is_let_go():
+    with roundpipe.RoundPipe(model(), devices="cpu") as ours:
+        alive = []
+        for _ in range(3):
+            optimizer = roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2)
+            alive.append(weakref.ref(optimizer))
+            train(ours, optimizer, 1)
+        ours.synchronize()
+        del optimizer
+        gc.collect()
+        assert [each() is None for each in alive] == [True, True, False]
+
+
+def test_a_loss_of_the_callers_own_is_scaled_by_the_caller_as_in_torch():
+    norms = []
+    for scaler in (roundpipe.GradScaler(init_scale=8.0), None):
+        with roundpipe.RoundPipe(model(), devices="cpu", grad_scaler=scaler) as ours:
+            optimizer = roundpipe.optim.SGD(ours.optim_parameters(), lr=1e-2)
+            loss = ours(batch(0)).square().sum()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            norms.append(ours.step(optimizer).grad_norm)
+    torch.testing.assert_close(norms[0], norms[1])
+
+
+def test_the_callers_default_device_changes_nothing():
+    found = []
+    for name in ("cpu", "meta"):
+        scaler = roundpipe.GradScaler(init_scale=8.0)
+        with roundpipe.RoundPipe(model(), devices="cpu", grad_scaler=scaler) as ours:
+            x = batch(0)
+            masters = ours.optim_parameters()
+            optimizer = torch.optim.SGD(masters, lr=1e-2)
+            with torch.device(name):
+                ours.forward_backward((x,), label=x, loss_fn=nn.functional.mse_loss)
+                ours.step(optimizer, max_grad_norm=0.1)
+                ours(x).square().sum().backward()
+                ours.step(lambda m=masters: m[0].data.add_(m[0].grad), max_grad_norm=0.1)
+            found.append(weights(ours))
+    assert same(*found)

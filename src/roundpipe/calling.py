@@ -89,14 +89,12 @@ class Calling(Stored):
         )
         self._chain.making.check(asked)
         scaler = self._stepping.scaler
+        more: dict[str, Any] = {"wants_logits": return_outputs or loss_fn is not None}
+        if scaler is not None:
+            more["loss_scale"] = self._engine.loss_scale(scaler)
+        parts, keeps = asked.microbatches, return_outputs
         call = self._call(
-            asked.microbatches,
-            config,
-            is_training=True,
-            loss=asked.loss,
-            keep_outputs=return_outputs,
-            wants_logits=return_outputs or loss_fn is not None,
-            loss_scale=None if scaler is None else self._engine.loss_scale(scaler),
+            parts, config, is_training=True, loss=asked.loss, keep_outputs=keeps, **more
         )
         # Memory made in a caller's inference mode could not be written to outside it, ever.
         with torch.inference_mode(False), self._chain.interruptible():

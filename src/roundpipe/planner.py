@@ -6,8 +6,9 @@ rounds stay, and so do results. A program is kept for each start device, because
 from step to step.
 
 [Note: activations not known yet] Until a microbatch was weighed nobody knows what autograd keeps of
-a layer. So no stage of several layers takes more than a quarter of a step's work at first: then
-memory is of the size that any pipeline needs. Afterwards memory decides.
+a layer. So where a device's memory is limited every layer is a stage at first: no plan takes less.
+Elsewhere no stage of several layers takes more than a quarter of a step's work: then memory is of
+the size that any pipeline needs. Afterwards memory decides.
 """
 
 from __future__ import annotations
@@ -240,6 +241,7 @@ class Planner:
         limit = ground.memory_limit
         if limit is None and self._is_weighed:
             limit = ground.soft_limit
+        is_scarce = limit is not None or ground.played_machine is not None
         work = sum(2 * cost.forward_seconds + cost.backward_seconds for cost in costs.layers)
         return Setting(
             costs=costs,
@@ -248,6 +250,7 @@ class Planner:
             machine=ground.played_machine,
             memory_limit=limit,
             longest=None if self._is_weighed else work / _LEAST_STAGES,
+            by_layer=is_scarce and not self._is_weighed,
             speeds=ground.speeds,
             copy_seconds_per_byte=ground.copy_seconds_per_byte,
         )

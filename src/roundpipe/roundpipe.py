@@ -89,14 +89,7 @@ class RoundPipe(Calling):
         seed: int | None = None,
         stall_seconds: float = 600.0,
     ) -> None:
-        if isinstance(model, RoundPipe):
-            raise ModelError("the model is wrapped already\nhint: use it as it is")
-        if pool is not None and pool.is_closed:
-            raise ConfigError("the pool is closed\nhint: make a new DevicePool")
-        if pin_model not in ("alloc", "register", "off"):
-            raise ConfigError(f"pin_model must be 'alloc', 'register' or 'off': {pin_model!r}")
-        if commit not in ("whole", "eager"):
-            raise ConfigError(f"commit must be 'whole' or 'eager': {commit!r}")
+        _require(model, pool, pin_model=pin_model, commit=commit)
         super().__init__(model)
         self.name = name or type(model).__name__
         self._config = model_run_config
@@ -287,6 +280,18 @@ class RoundPipe(Calling):
     def timeline(self) -> Timeline:
         """What ran when, of the training calls that are still remembered."""
         return self._chain.timeline()
+
+
+def _require(model: nn.Module, pool: DevicePool | None, **words: str) -> None:
+    """Raise for what cannot be wrapped, and for words that mean nothing."""
+    if isinstance(model, RoundPipe):
+        raise ModelError("the model is wrapped already\nhint: use it as it is")
+    if pool is not None and pool.is_closed:
+        raise ConfigError("the pool is closed\nhint: make a new DevicePool")
+    known = {"pin_model": ("alloc", "register", "off"), "commit": ("whole", "eager")}
+    for name, word in words.items():
+        if word not in known[name]:
+            raise ConfigError(f"{name} must be {' or '.join(map(repr, known[name]))}: {word!r}")
 
 
 def _close(engine: Engine, pool: DevicePool | None) -> None:

@@ -40,7 +40,8 @@ class Stepping:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.is_eager = is_eager
         self._state_dir = state_dir
-        self._known: weakref.WeakKeyDictionary[Any, HostOptimizer] = weakref.WeakKeyDictionary()
+        self._host: HostOptimizer | None = None  # of the optimizer that came last
+        self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # see `_let_wait`
         if state_dir is not None:
             for layer in layers:
                 layer.start_masters_away = True
@@ -51,28 +52,35 @@ class Stepping:
         Blocks until nothing is under way where state is on disk. Raises ConfigError for one that
         does not hold masters of this model, or a second one with state on disk.
         """
-        known = self._known.get(optimizer)
-        if known is not None:
+        known = self._host
+        if known is not None and known.optimizer is optimizer:
             if resume:
                 raise ConfigError("the optimizer has made steps: it cannot resume others")
             return known
         if resume and self._state_dir is None:
             raise ConfigError("there is nothing to resume from\nhint: optim_state_dir=FOLDER")
         if self._state_dir is not None:
-            if len(self._known):
+            if known is not None:
                 raise ConfigError("optim_state_dir holds the state of one optimizer, not of two")
             self._synchronize()()
+        if optimizer not in self._waiting:
+            self._let_wait(optimizer)
+        found = HostOptimizer(optimizer, self._layers, state_dir=self._state_dir, resume=resume)
+        self._host = found
+        return found
+
+    def _let_wait(self, optimizer: Optimizer) -> None:
+        """Have saving and loading an optimizer's state wait for the updates under way."""
         synchronize = self._synchronize
 
-        def before_state_dict(_: Optimizer) -> None:
+        def before(*_: Any) -> None:
             wait = synchronize()
             if wait is not None:
                 wait()
 
-        optimizer.register_state_dict_pre_hook(before_state_dict)
-        found = HostOptimizer(optimizer, self._layers, state_dir=self._state_dir, resume=resume)
-        self._known[optimizer] = found
-        return found
+        optimizer.register_state_dict_pre_hook(before)
+        optimizer.register_load_state_dict_pre_hook(before)
+        self._waiting.add(optimizer)
 
     def update(
         self, optimizer: Optimizer, *, max_norm: float | None, scale: float, is_async: bool
@@ -105,5 +113,5 @@ class Stepping:
 
     def close(self) -> None:
         """Let state on disk reach the disk; nothing may be under way. Idempotent."""
-        for host in self._known.values():
-            host.close()
+        if self._host is not None:
+            self._host.close()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.adapters import ParameterCounts, add_adapter, count_parameters
@@ -131,6 +132,20 @@ def test_on_a_mixture_all_linear_leaves_routers_and_routed_experts_alone(
     adapted = adapted_in(add_adapter(model, config_of(), FOLDER, seed=1))
     inside = {name.removeprefix("model.layers.0.mlp.") for name in adapted if ".0.mlp." in name}
     assert inside == {"q_proj", "shared_experts.gate_proj"}
+
+
+@pytest.mark.parametrize("targets", [None, ["experts.gate_up_proj"]])
+def test_on_stacked_experts_all_linear_means_attention_and_target_parameters_what_they_name(
+    config_of: Any, targets: list[str] | None
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    few = {"num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 32}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **few))
+    wrapped = add_adapter(model, config_of(target_parameters=targets), FOLDER, seed=1)
+    attention = {f"self_attn.{letter}_proj" for letter in "qkvo"}
+    experts = {"mlp.experts"} if targets else set()
+    assert adapted_in(wrapped) == {f"model.layers.0.{name}" for name in attention | experts}
 
 
 def test_what_is_excluded_by_the_user_and_modules_that_are_named_stay(

@@ -260,11 +260,28 @@ def test_a_batch_given_in_both_ways_is_an_error() -> None:
         ({"adapter": "lora"}, "finetuning_type", "lora"),
         ({"use_peft": False}, "finetuning_type", "full"),
         ({"method": "full"}, "finetuning_type", "full"),
+        ({"adapter": "qlora"}, "finetuning_type", "qlora"),
+        ({"adapter": "qlora", "load_in_4bit": True}, "finetuning_type", "qlora"),
+        ({"load_in_4bit": True, "adapter": "lora"}, "finetuning_type", "qlora"),
+        ({"use_peft": True, "load_in_4bit": True}, "finetuning_type", "qlora"),
+        ({"finetuning_type": "lora", "quantization_bit": 4}, "finetuning_type", "qlora"),
+        ({"quantization_bit": 4}, "finetuning_type", "qlora"),
         ({"bf16": True}, "dtype", "bf16"),
+        ({"fp16": True}, "dtype", "fp16"),
+        ({"torch_dtype": "float16"}, "dtype", "fp16"),
         ({"torch_dtype": "bfloat16"}, "dtype", "bf16"),
         ({"fp16": False}, "dtype", "auto"),
         ({"optim": "adamw_torch_fused"}, "optim", "adamw_torch"),
         ({"optimizer": "paged_adamw_32bit"}, "optim", "adamw_torch"),
+        ({"optim": "adamw_8bit"}, "optim", "adamw_torch"),
+        ({"optim": "adamw_bnb_8bit"}, "optim_state_dtype", "int8"),
+        ({"optimizer": "paged_adamw_8bit"}, "optim_state_dtype", "int8"),
+        ({"optim": "adamw_8bit", "optim_state_dtype": "bf16"}, "optim_state_dtype", "bf16"),
+        ({"lora_target_parameters": "a.down, up"}, "target_parameters", ("a.down", "up")),
+        ({"host_memory_limit": "64GB"}, "host_memory_limit", 64 * 10**9),
+        ({"pinned_memory_limit": "1 GiB"}, "pinned_memory_limit", 2**30),
+        ({"pinned_memory_limit": 0.8}, "pinned_memory_limit", 0.8),
+        ({"host_memory_limit": 1}, "host_memory_limit", 1.0),
         ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
         ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler_type", "cosine"),
         ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, "min_lr_ratio", 0.1),
@@ -292,6 +309,33 @@ def test_habits_of_other_trainers_become_ours(given: Any, field: str, value: Any
     assert getattr(config, field) == value
 
 
+def test_an_optimizer_of_8_bits_is_said_once() -> None:
+    assert notes(optim="paged_adamw_8bit") == [
+        "optim: paged_adamw_8bit is adamw_torch with optim_state_dtype: int8"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("load_in_4bit=true", "method=full"), "4-bit weights cannot be trained: load_in_4bit"),
+        (("use_peft=false", "quantization_bit=4"), "4-bit weights cannot be trained: quantiz"),
+        (("method=qlora", "use_dora=true"), "use_dora takes the size of the base weights apart"),
+        (("method=qlora", "peft={init_lora_weights: pissa}"), "peft: init_lora_weights takes"),
+        (("pinned_memory_limit=much",), "pinned_memory_limit: not an amount of memory: much"),
+        (("host_memory_limit=-1",), "host_memory_limit: not an amount of memory: -1"),
+        (("host_memory_limit=0",), "host_memory_limit: not an amount of memory: 0"),
+        (("optim_state_dtype=fp8",), "optim_state_dtype: fp8 is not 'fp32', 'bf16' or 'int8'"),
+    ],
+)
+def test_what_weights_in_4_bits_or_memory_cannot_be_is_an_error(
+    words: tuple[str, ...], message: str
+) -> None:
+    said = error(*words)
+    assert said.startswith(message)
+    assert "\nhint: " in said
+
+
 def test_what_is_not_needed_is_named_in_one_line_and_nothings_are_dropped() -> None:
     given = {"deepspeed": "z3.json", "gradient_checkpointing": True, "fsdp": None, "tf32": False}
     assert notes(**given) == ["not needed here: deepspeed, gradient_checkpointing"]
@@ -309,11 +353,11 @@ def test_what_is_not_needed_is_named_in_one_line_and_nothings_are_dropped() -> N
         (("save_steps=500",), "not yet: save_steps: 500\nhint: "),
         (("wandb_project=x",), "not yet: wandb_project: x\nhint: "),
         (("resume_from_checkpoint=out/1",), "not yet: resume_from_checkpoint: out/1\nhint: "),
-        (("method=qlora",), "not yet: finetuning_type: qlora\nhint: finetuning_type=lora"),
-        (("adapter=qlora",), "not yet: finetuning_type: qlora\nhint: finetuning_type=lora"),
-        (("load_in_4bit=true",), "not yet: load_in_4bit: true"),
-        (("optim=adamw_8bit",), "not yet: optim: adamw_8bit\nhint: optim=adamw_torch"),
-        (("fp16=true",), "not yet: dtype: fp16\nhint: dtype=bf16"),
+        (("method=freeze",), "not yet: finetuning_type: freeze\nhint: finetuning_type=lora"),
+        (("load_in_8bit=true",), "not supported: load_in_8bit: true"),
+        (("quantization_bit=8",), "not supported: quantization_bit: 8"),
+        (("quantization_config={bits: 4}",), "not supported: quantization_config"),
+        (("fp16_accumulation=true",), "not yet: fp16_accumulation: true\nhint: leave it out"),
         (("report_to=wandb",), "not yet: report_to: wandb\nhint: report_to=none"),
         (("report_to=[wandb]",), "not yet: report_to: wandb\nhint: report_to=none"),
         (("rl=dpo",), "not yet: rl: dpo\nhint: "),
@@ -334,7 +378,7 @@ def test_what_is_still_to_come_is_refused_by_name(words: tuple[str, ...], messag
         (("batch_size=0",), "batch_size: 0 is not greater than or equal to 1"),
         (("batch_size=2.5",), "batch_size: 2.5 is not a valid integer"),
         (("--batch-size",), "batch_size: true is no value\nhint: batch_size: samples per"),
-        (("finetuning_type=loar",), "finetuning_type: loar is not 'lora' or 'full'"),
+        (("finetuning_type=loar",), "finetuning_type: loar is not 'lora', 'full' or 'qlora'"),
         (("staleness=2",), "staleness: 2 is not 0 or 1\nhint: staleness=0"),
         (("dataset=3",), "dataset.0: 3 is not a valid dictionary"),
         (("dataset=[{path: a, fath: b}]",), "unknown key: dataset.0.fath\nhint: path"),

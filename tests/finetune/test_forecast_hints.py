@@ -49,6 +49,19 @@ def test_adapters_help_a_host_that_is_too_small_and_say_how_much(small: ModuleTy
     assert all(hint.effect.endswith("B") for hint in hints)
 
 
+def test_narrow_moments_help_a_little_and_are_tried_as_they_are_trained(small: ModuleType) -> None:
+    case = small.small_case(dtype="bf16")
+    narrow = replace(case, job=case.job.with_moments("bf16"))
+    assert narrow.job.optim_dtype == "bf16"
+    poor = with_host(case, narrow.least_host(size=1).total)
+    hints = fitting_hints(wish(poor), poor, ("host memory",), {})
+    assert texts(hints)[0] == "optim_state_dtype=bf16"
+    poorer = with_host(case, narrow.least_host(size=1).total - 1)
+    assert texts(fitting_hints(wish(poorer), poorer, ("host memory",), {}))[0] == (
+        "optim_state_dtype=int8"
+    )
+
+
 def test_nothing_is_said_that_does_not_help(small: ModuleType) -> None:
     poor = with_host(small.small_case(), 10**6)
     (hint,) = texts(fitting_hints(wish(poor), poor, ("host memory",), {}))

@@ -1,4 +1,4 @@
-"""Predicted bytes against the memory that a training process really grows by."""
+"""Predicted bytes against those of what a run keeps, and against what its process grows by."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from roundpipe import RoundPipe
+from roundpipe.models.estimate import Job, Method, costs
+from roundpipe.models.estimate.build import count
+from roundpipe.models.estimate.config import make_config
+from roundpipe.optim.adamw import AdamW
+from roundpipe.plan.machine import Card
 
 GIGABYTE = 10**9
 FIELDS = {
@@ -83,6 +92,45 @@ print(json.dumps({
     "devices": device * program.schedule.num_devices,
 }))
 """
+
+
+def kept_bytes(pipe, optimizer):
+    """Host bytes of weights, gradients, masters and state, as they are allocated."""
+    total = 0
+    for layer in pipe._layers:
+        gradients = layer.gradients(partial_sums=False)  # as it is: a step has been made
+        total += layer.weights.buffer.nbytes + gradients.buffer.nbytes
+        for name, master in layer.masters.items():
+            total += 0 if layer.is_alias(name) else master.nbytes
+            total += sum(value.nbytes for value in optimizer.state[master].values())
+    return total
+
+
+@pytest.mark.parametrize(
+    ("moments", "staleness", "most"),
+    [("fp32", 0, 16), ("bf16", 0, 10), ("int8", 0, 8.1), ("int8", 1, 10.1)],
+)
+def test_bytes_per_trained_parameter_are_planned_within_2_percent(moments, staleness, most):
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
+    config = make_config({**FIELDS, **sizes, **heads})
+    job = Job(dtype="bf16", length=16, staleness=staleness).with_moments(moments)
+    card = Card(name="cpu", memory_bytes=1, flops={"bf16": 1e11}, bandwidth=1e10)
+    layers = costs(count(config, Method(), name="x", bits=16), card, job).layers
+    planned = sum(layer.pinned_bytes + layer.pageable_bytes for layer in layers)
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    optim_dtype = torch.bfloat16 if moments != "fp32" else None
+    with RoundPipe(model, optim_dtype, devices="cpu", schedule="round_robin") as pipe:
+        optimizer = AdamW(pipe.optim_parameters(), lr=1e-4, state_dtype=moments)
+        ids = torch.randint(0, 2048, (2, 16))
+        for _ in range(3):
+            pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids})
+            pipe.step(optimizer, is_async=staleness == 1)
+        pipe.synchronize()
+        kept = kept_bytes(pipe, optimizer)
+    assert planned == pytest.approx(kept, rel=0.02)
+    assert kept <= most * 1.01 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.accept

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe.models.estimate.meter import Meter
 from roundpipe.models.grouped import Experts, Factors, Routing, Stack, tokens_in_piece
 
 TOKENS, TOP_K, HIDDEN, INNER = 37, 3, 16, 8
@@ -205,6 +206,24 @@ class Seen(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self.largest = max(self.largest, each.numel())
         return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sides", [(64, 64), (256, 64), (64, 256)], ids=str)
+def test_pieces_take_what_they_say_for_a_moment(form, sides, monkeypatch):
+    monkeypatch.setitem(globals(), "HIDDEN", sides[0])
+    monkeypatch.setitem(globals(), "INNER", sides[1])
+    experts, (hidden, index, weights) = made(**FORMS[form]), given(tokens=256)
+    said = experts.work_bytes(hidden, TOP_K, tokens=64)
+    there = [t for s in (experts.up, experts.down) for t in s.tensors if t is not None]
+    factors = [tensor for tensor in there if tensor.requires_grad]
+    with Meter([*there, hidden, index, weights], torch.float32) as meter, torch.autograd.set_multithreading_enabled(False):
+        out = experts.run_in_pieces(hidden, index, weights, tokens=64)
+        kept = meter.num_alive
+        out.backward(torch.ones_like(out))
+        most = max(meter.counts.alive) - kept
+        most -= sum(2 * factor.nbytes for factor in factors)
+    assert 0.75 * said < most <= 1.02 * said
 
 
 @pytest.mark.parametrize("rank", [None, 4])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Given:
-    """What a caller calls a model with: copies without a graph, and what wants a gradient.
+    """What a caller calls a model with: host copies without a graph, and what wants a gradient.
 
     ``wanted`` marks it in the pytree of both arguments; ``leaves`` are its tensors: one for each
     mark, or as many as there are microbatches where they come packed.
@@ -78,14 +78,18 @@ def _wants_gradient(leaf: Any) -> bool:
 
 
 def _cut(leaf: Any) -> Any:
-    """The same without a graph and in memory of its own."""
+    """The same without a graph, on the host and in memory of its own.
+
+    A device's streams know nothing of the caller's, who may still be writing a tensor of a card;
+    bringing it to the host waits for that.
+    """
     if isinstance(leaf, RoundPipePackedData):
         return RoundPipePackedData(map(_cut, leaf))
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def own_copy(tree: Any) -> Any:
-    """A tree's tensors copied, without a graph; everything else as it is."""
+    """A tree's tensors copied to the host, without a graph; everything else as it is."""
     return pytree.tree_map(_cut, tree)
 
 
@@ -133,7 +137,8 @@ def outputs_in_graph(
             at += count
         return backward(parts)
 
-    anchor = torch.empty(0, requires_grad=True)  # so that there is a graph without leaves too
+    # So that there is a graph without leaves too.
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     made = iter(_Node.apply(_Held(tensors, by_microbatch), anchor, *leaves))  # type: ignore[no-untyped-call]
     return [
         pytree.tree_unflatten(

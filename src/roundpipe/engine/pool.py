@@ -122,8 +122,12 @@ def _close(workers: dict[int, Worker], devices: Sequence[Device], pages: HostPag
     deadline = time.monotonic() + _CLOSE_SECONDS
     for worker in workers.values():
         worker.close(max(0.0, deadline - time.monotonic()))
-    try:
-        for device in devices:
+    failures: list[Exception] = []
+    for device in devices:
+        try:
             device.close(timeout_seconds=max(0.0, deadline - time.monotonic()))
-    finally:
-        pages.close()
+        except Exception as error:  # the others are to end all the same
+            failures.append(error)
+    pages.close()
+    if failures:
+        raise failures[0]

@@ -203,7 +203,7 @@ class Update:
         """Commit, or where that is eager start without."""
         if self._scaler is not None:
             self._scale *= 1.0 / self._scaler.get_scale()
-        scale = None if self._scale == 1.0 else torch.tensor(self._scale)
+        scale = None if self._scale == 1.0 else torch.tensor(self._scale, device="cpu")
         if not self.is_eager:
             total = self._total()
             self.skipped = not bool(torch.isfinite(total))

@@ -6,6 +6,7 @@ fp32 masters of every trained weight, so that a second fp32 copy on the device w
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.peft_quietly import LoraConfig, get_peft_model
+from roundpipe.finetune.peft_quietly import (
+    LoraConfig,
+    convert_peft_config_for_transformers,
+    get_peft_model,
+)
 from roundpipe.models.estimate.method import ALL_LINEAR
 from roundpipe.models.routed import ROUTED, is_routed
 
@@ -90,13 +95,20 @@ def lora_config(config: TrainConfig) -> LoraConfig:
 def _leave_out_routed(lora: LoraConfig, model: nn.Module) -> None:
     """Keep ``all-linear`` off routers and routed experts, unless the user said what to exclude.
 
-    Experts that are stacks of weights are no linear modules to begin with.
+    Experts that are stacks of weights are no linear modules, but peft (0.21) reads ``all-linear``
+    as them and the router too, in models whose experts were modules once. What it leaves of linear
+    modules then is named instead. Shared experts of such a model cannot be named to peft: it takes
+    their names for those of the routed ones.
     """
     if lora.target_modules != ALL_LINEAR or lora.exclude_modules:
         return
     named = model.named_modules()
     if any(is_routed(name) and isinstance(module, torch.nn.Linear) for name, module in named):
         lora.exclude_modules = ROUTED
+    read = copy.deepcopy(lora)
+    convert_peft_config_for_transformers(read, model, None)
+    if read.target_parameters != lora.target_parameters:
+        lora.target_modules = read.target_modules
 
 
 def _plain(names: Any) -> Any:

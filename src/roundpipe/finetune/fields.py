@@ -33,8 +33,7 @@ Shape = Literal[
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
-# Bytes; or a share, at most 1, of what is free.
-Memory = Annotated[int, Field(gt=1)] | Annotated[float, Field(gt=0, le=1)]
+Memory = int | float  # bytes; or a share, at most 1, of what is free
 
 _DEVICE = re.compile(r"(auto|cpu|cuda|cuda:\d+|\d+)(\s*\*\s*[1-9]\d*)?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
@@ -277,7 +276,10 @@ class TrainConfig(BaseModel):
     def _memory_or_share(cls, given: Any, about: ValidationInfo) -> Any:
         if given is None or (isinstance(given, int | float) and 0 < given <= 1):
             return given if given is None else float(given)
-        return _bytes_of(given, f"{about.field_name}=64GB, or 0.8")
+        example = f"{about.field_name}=64GB, or 0.8"
+        if (found := _bytes_of(given, example)) < 1:
+            raise ValueError(f"not an amount of memory: {given}\nhint: {example}")
+        return found
 
     @field_validator("warmup_steps", "val_size")
     @classmethod
@@ -299,7 +301,7 @@ def _bytes_of(given: Any, example: str) -> int:
     if not found:
         raise ValueError(f"not an amount of memory: {given}\nhint: {example}")
     number, prefix, binary = found.groups()
-    factor = (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
+    factor: int = (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
     return round(float(number) * factor)
 
 
@@ -331,6 +333,11 @@ def _contradictions(config: TrainConfig) -> list[str]:
             "\nhint: use_dora=false, or finetuning_type=lora",
         ),
         (
+            config.finetuning_type == "qlora" and _reads_weights(config.peft or {}),
+            "peft: init_lora_weights takes the base weights apart, and qlora packs them"
+            "\nhint: leave it out, or finetuning_type=lora",
+        ),
+        (
             config.train_on_prompt and config.mask_history,
             "train_on_prompt and mask_history ask for opposite things\nhint: leave one of them out",
         ),
@@ -344,3 +351,9 @@ def _contradictions(config: TrainConfig) -> list[str]:
         ),
     )
     return [problem for broken, problem in rules if broken]
+
+
+def _reads_weights(peft: dict[str, Any]) -> bool:
+    """Whether an adapter is to start from the weights that it is put on."""
+    start = peft.get("init_lora_weights")
+    return isinstance(start, str) and start not in ("gaussian", "orthogonal")

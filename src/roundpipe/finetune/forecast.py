@@ -186,8 +186,10 @@ def check_host(wish: Wish, machine: Machine, *, environment: Mapping[str, str]) 
     job = job_of(wish, machine)
     profile = profile_of(wish, bits=job.bits, environment=environment)
     case = Case(profile, machine, job, wish.config.batch_size)
-    size = _sizes(wish, case)[-1]
-    needs = case.host_total(case.least_host(size=size), case.least_device(size=size))
+    needs = min(
+        case.host_total(case.least_host(size=size), case.least_device(size=size))
+        for size in _sizes(wish, case)
+    )
     has = machine.host.memory_bytes
     if needs <= has:
         return

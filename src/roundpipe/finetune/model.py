@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from roundpipe.finetune.source import ModelSource
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 logger = logging.getLogger(__name__)
 

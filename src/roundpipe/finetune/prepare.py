@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.device.host_memory import host_memory
 from roundpipe.device.resolve import resolve_devices
+from roundpipe.device.survey import Place, survey_devices
+from roundpipe.errors import ConfigError
 from roundpipe.finetune.adapters import ParameterCounts, add_adapter, count_parameters, short_count
+from roundpipe.finetune.base_model import load_base
 from roundpipe.finetune.data import Dataset, load_dataset, marked_sample
-from roundpipe.finetune.model import DTYPES, load_model, load_tokenizer
+from roundpipe.finetune.forecast import check_host, job_of
+from roundpipe.finetune.forecast_config import Wish, method_of
+from roundpipe.finetune.model import DTYPES, load_tokenizer
 from roundpipe.finetune.source import ModelSource, locate_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
     from roundpipe.device.api import Device
+    from roundpipe.finetune.base_model import BaseModel
     from roundpipe.finetune.config import TrainConfig
     from roundpipe.finetune.terminal import Terminal
+    from roundpipe.plan.machine import Machine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is ready to begin."""
+    """A run that is ready to begin.
+
+    ``model`` is what is trained, ``base`` what it was loaded as; ``pinned_memory_limit``: bytes.
+    """
 
     config: TrainConfig
     source: ModelSource
@@ -34,12 +50,18 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
     model: nn.Module
-    counts: ParameterCounts
+    base: BaseModel
+    pinned_memory_limit: int | None = None
 
     @property
     def is_adapter(self) -> bool:
         """Whether only an adapter is trained and saved."""
-        return self.config.finetuning_type == "lora"
+        return self.config.finetuning_type != "full"
+
+    @property
+    def counts(self) -> ParameterCounts:
+        """How many weights there are."""
+        return count_parameters(self.model)
 
     @property
     def pad_token_id(self) -> int:
@@ -52,7 +74,8 @@ class Job:
     def header(self) -> str:
         """The line that says what is trained on what, with what."""
         config, stats = self.config, self.dataset.stats
-        method = f"LoRA r={config.lora_r} ({self.counts})"
+        name = "QLoRA" if self.base.is_packed else "LoRA"
+        method = f"{name} r={config.lora_r} ({self.counts})"
         if not self.is_adapter:
             method = f"full fine-tuning ({short_count(self.counts.total)})"
         kinds = Counter(device.torch_device.type for device in self.devices)
@@ -73,7 +96,8 @@ def prepare(
 ) -> Iterator[Job]:
     """Make devices, read tokenizer and data, load the model and put the adapter on it.
 
-    Shows what it does. The devices are closed when the block ends. Raises ConfigError.
+    Shows what it does. The devices are closed when the block ends. Raises ConfigError, and
+    PlanError where host memory would not hold the run: before a weight is read.
     """
     source = locate_model(config.model_name_or_path)
     devices = resolve_devices(config.devices, environment=environment)
@@ -81,8 +105,14 @@ def prepare(
         with terminal.waiting(f"loading the tokenizer of {source.name}"):
             tokenizer = load_tokenizer(source)
         dataset = _read_data(config, tokenizer, terminal)
-        model = _load(config, source, devices, terminal)
-        if config.finetuning_type == "lora":
+        machine = survey_devices(devices, place=Place(folder=Path(config.output_dir)))
+        wish = _wish(config, dataset)
+        with terminal.waiting("counting the model"):
+            _check_host(wish, machine, environment or {})
+        dtype = job_of(wish, machine).dtype
+        base = _load(config, source, DTYPES[dtype], terminal)
+        model = base.model
+        if config.finetuning_type != "full":
             model = add_adapter(model, config, source, seed=config.seed)
         job = Job(
             config=config,
@@ -91,7 +121,8 @@ def prepare(
             tokenizer=tokenizer,
             dataset=dataset,
             model=model,
-            counts=count_parameters(model),
+            base=base,
+            pinned_memory_limit=_bytes_of(config.pinned_memory_limit, machine),
         )
         terminal.line(job.header())
         for line in dataset.describe()[1:]:  # the header has the first
@@ -108,23 +139,43 @@ def _read_data(config: TrainConfig, tokenizer: Any, terminal: Terminal) -> Datas
         return load_dataset(config, tokenizer)
 
 
+def _wish(config: TrainConfig, dataset: Dataset) -> Wish:
+    """What a plan of this run would be asked: no sample is longer than the longest there is."""
+    longest = max(len(sample.input_ids) for sample in dataset.samples)
+    length = max(2, min(config.max_length, longest))
+    return Wish(
+        config=config.model_copy(update={"max_length": length}),
+        method=method_of(config.finetuning_type, config),
+    )
+
+
+def _check_host(wish: Wish, machine: Machine, environment: Mapping[str, str]) -> None:
+    """Raise PlanError if host memory would not hold the run; a model that cannot be counted may."""
+    if host_memory() is None and wish.config.host_memory_limit is None:
+        return  # nobody knows how much there is
+    try:
+        check_host(wish, machine, environment=environment)
+    except ConfigError as error:
+        logger.info("host memory is not checked beforehand: %s", str(error).partition("\n")[0])
+
+
 def _load(
-    config: TrainConfig, source: ModelSource, devices: Sequence[Device], terminal: Terminal
-) -> Any:
+    config: TrainConfig, source: ModelSource, dtype: torch.dtype, terminal: Terminal
+) -> BaseModel:
     what = f"loading {source.name}"
     if source.gguf_file is not None:
         what = f"unpacking {source.name} from GGUF"
     with terminal.waiting(what):
-        return load_model(
+        return load_base(
             source,
-            dtype=DTYPES[_dtype_name(config, devices)],
+            config.finetuning_type,
+            dtype=dtype,
             attn_implementation=config.attn_implementation,
         )
 
 
-def _dtype_name(config: TrainConfig, devices: Sequence[Device]) -> str:
-    """bf16 on cards, fp32 where a CPU takes part, unless the config says it."""
-    if config.dtype != "auto":
-        return config.dtype
-    on_cpu = any(device.torch_device.type == "cpu" for device in devices)
-    return "fp32" if on_cpu else "bf16"
+def _bytes_of(limit: float | None, machine: Machine) -> int | None:
+    """A limit in bytes; a share is of the host memory that is free."""
+    if limit is None:
+        return None
+    return int(limit * machine.host.memory_bytes if limit <= 1 else limit)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from roundpipe.finetune.run_folder import RunFolder
 
 _MAX_SKIPPED_IN_A_ROW = 5
+_MOST_SKIPPED_SCALED = 5 + 16  # a scale begins with 2**16
 
 
 class PendingStep(Protocol):
@@ -50,14 +51,20 @@ class StepRecord:
 
 
 class StepLog:
-    """Collects the steps of a run; ``history`` holds what was written."""
+    """Collects the steps of a run; ``history`` holds what was written.
 
-    def __init__(self, folder: RunFolder, *, total_steps: int, logging_steps: int) -> None:
+    ``scaled``: losses are scaled, so that several steps may have to find by how much.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, total_steps: int, logging_steps: int, scaled: bool = False
+    ) -> None:
         self.history: list[dict[str, Any]] = []
         self.last_step = 0  # the last that was given
         self._folder = folder
         self._total_steps = total_steps
         self._logging_steps = logging_steps
+        self._most_skipped = _MOST_SKIPPED_SCALED if scaled else _MAX_SKIPPED_IN_A_ROW
         self._progress: Progress | None = None
         self._unlogged: list[StepRecord] = []
         self._pending: tuple[StepRecord, PendingStep] | None = None
@@ -139,7 +146,7 @@ class StepLog:
             return
         self._skipped_in_a_row += 1
         self._say(f"step {record.step} changed nothing: its loss or gradient is not finite")
-        if self._skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+        if self._skipped_in_a_row >= self._most_skipped:
             raise RoundPipeError(
                 f"no finite gradient for {self._skipped_in_a_row} steps, the last of them: "
                 f"{record.step}\nhint: learning_rate={record.learning_rate / 10:.0e}, "

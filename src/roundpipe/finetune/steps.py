@@ -27,6 +27,7 @@ from roundpipe.finetune.sample import answer_prompts
 from roundpipe.finetune.schedule import make_scheduler, rate_factor, warmup_step_count
 from roundpipe.finetune.step_log import StepLog, StepRecord
 from roundpipe.optim import AdamW
+from roundpipe.optim.scaler import GradScaler
 from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch.optim.lr_scheduler import LRScheduler
 
+    from roundpipe.engine.updates import StepResult
     from roundpipe.finetune.config import TrainConfig
     from roundpipe.finetune.prepare import Job
     from roundpipe.finetune.run_folder import RunFolder
@@ -43,16 +45,16 @@ if TYPE_CHECKING:
 def train_job(job: Job, folder: RunFolder, terminal: Terminal) -> list[dict[str, Any]]:
     """Train what ``job`` holds, save the result into ``folder``, and return the log's records."""
     config, length = job.config, RunLength.of(job.config, len(job.dataset.samples))
-    before = _answers(job, job.model.state_dict(), terminal)
-    torch.manual_seed(config.seed)
-    with RoundPipe(
-        job.model,
-        devices=list(job.devices),
-        schedule=config.schedule,
-        device_memory_limit=config.device_memory_limit,
-    ) as trainer:
+    with _wrapped(job) as trainer:
+        before = _answers(job, trainer, {}, terminal)
+        torch.manual_seed(config.seed)
         folder.start(config, replace=folder.state is RunState.NEW)
-        log = StepLog(folder, total_steps=length.total_steps, logging_steps=config.logging_steps)
+        log = StepLog(
+            folder,
+            total_steps=length.total_steps,
+            logging_steps=config.logging_steps,
+            scaled=_has_fp16(job),
+        )
         recorder = TimelineRecorder(trainer, job.devices, title=job.header())
         with (
             terminal.logging_to(folder.path / "run.log"),
@@ -61,14 +63,45 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal) -> list[dict[str,
             with terminal.progress(length.total_steps) as progress:
                 log.show_on(progress)
                 _run_steps(job, trainer, length, recorder, log)
-            weights = trainer.state_dict()
+            weights = _result(job, trainer)
             recorder.take()
-            terminal.answers(config.sample_prompts, before, _answers(job, weights, terminal))
+            after = _answers(job, trainer, weights, terminal)
+            terminal.answers(config.sample_prompts, before, after)
             with terminal.waiting("saving"):
                 recorder.write(folder)
                 save_run(job, weights, folder, length.state(log.history))
             show_usage(job, terminal)
     return log.history
+
+
+def _wrapped(job: Job) -> RoundPipe:
+    config = job.config
+    return RoundPipe(
+        job.model,
+        optim_dtype=_optim_dtype(job),
+        devices=list(job.devices),
+        schedule=config.schedule,
+        device_memory_limit=config.device_memory_limit,
+        pinned_memory_limit=job.pinned_memory_limit,
+        bases=job.base.bases,
+        grad_scaler=GradScaler() if _has_fp16(job) else None,
+    )
+
+
+def _optim_dtype(job: Job) -> torch.dtype | None:
+    """With narrow moments bf16 weights need no master: the optimizer keeps what they lack of it."""
+    dtypes = {p.dtype for p in job.model.parameters() if p.requires_grad}
+    is_own = job.config.optim_state_dtype != "fp32" and dtypes == {torch.bfloat16}
+    return torch.bfloat16 if is_own else None
+
+
+def _has_fp16(job: Job) -> bool:
+    return any(p.dtype == torch.float16 for p in job.model.parameters())
+
+
+def _result(job: Job, trainer: RoundPipe) -> Mapping[str, torch.Tensor]:
+    """The newest weights that are to be saved."""
+    return trainer.trained_state_dict() if job.is_adapter else trainer.state_dict()
 
 
 def _run_steps(
@@ -81,16 +114,19 @@ def _run_steps(
     trainer.train()
     busy = BusyMeter(lambda: trainer.timeline.spans, len(job.devices))
     started = time.perf_counter()
+    result: StepResult | None = None
     for step, indices in enumerate(sample_order(config, length), start=1):
         batch = collate([job.dataset.samples[i] for i in indices], job.pad_token_id)
-        rate = scheduler.get_last_lr()[0]
         loss = trainer.forward_backward(
             input_kwargs=batch, run_config=_run_config(config, len(indices))
         )
+        # The step before is known by now. One that was skipped counts for no schedule.
+        if result is not None and not result.skipped:
+            scheduler.step()
+        rate = scheduler.get_last_lr()[0]
         result = trainer.step(
             optimizer, is_async=config.staleness == 1, max_grad_norm=config.max_grad_norm
         )
-        scheduler.step()
         record = StepRecord(
             step=step,
             epoch=length.epoch(step),
@@ -125,6 +161,7 @@ def _make_optimizer(config: TrainConfig, trainer: RoundPipe) -> AdamW:
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
+        state_dtype=config.optim_state_dtype,
     )
 
 
@@ -165,9 +202,16 @@ def _evaluate(job: Job, trainer: RoundPipe) -> float:
         trainer.train()
 
 
-def _answers(job: Job, weights: Mapping[str, torch.Tensor], terminal: Terminal) -> list[str]:
+def _answers(
+    job: Job, trainer: RoundPipe, weights: Mapping[str, torch.Tensor], terminal: Terminal
+) -> list[str]:
+    """Answers with ``weights`` over the model's own; what is in 4 bits is unpacked for it."""
     prompts = job.config.sample_prompts
+    if not prompts:
+        return []
     with terminal.waiting("answering the sample prompts"):
+        if job.base.is_packed:
+            weights = trainer.state_dict()
         return answer_prompts(job.model, weights, job.tokenizer, prompts)
 
 
@@ -191,7 +235,7 @@ def _kept_when_ended_early(
         recorder.take()
         terminal.line(f"{why} after step {log.last_step}; saving the weights of that step …")
         try:
-            kept = save_early(job, trainer.state_dict(), folder)
+            kept = save_early(job, _result(job, trainer), folder)
         except Exception as error:  # what ended the run is what must be told
             terminal.line(f"they could not be saved: {error}")
         else:

@@ -175,14 +175,16 @@ def _take_over(experts: Any, wrappers: Sequence[Wrapper]) -> None:
         factors = {w.parameter_name: f for w in wrappers if (f := _factors(w, experts)) is not None}
         top_k = top_k_index.shape[-1]
         tokens = tokens_in_piece(top_k, hidden_states.shape[-1] * hidden_states.element_size())
-        in_pieces = can_group and _can_be_cut(experts)
-        if factors:
-            run = _grouped(experts, factors)
-            return run.run_in_pieces(*given, tokens=tokens) if in_pieces else run.run(*given)
         many = hidden_states.shape[0] > tokens
-        if in_pieces and many and _implementation(experts) == GROUPED:
-            return _grouped(experts, factors).run_in_pieces(*given, tokens=tokens)
-        return plain(*given)
+        is_cut = many and _implementation(experts) == GROUPED
+        experts.__dict__["work_bytes"] = 0
+        if not factors and not is_cut:
+            return plain(*given)
+        run = _grouped(experts, factors)
+        if not (can_group and _can_be_cut(experts)):
+            return run.run(*given) if factors else plain(*given)
+        experts.__dict__["work_bytes"] = run.work_bytes(hidden_states, top_k, tokens=tokens)
+        return run.run_in_pieces(*given, tokens=tokens)
 
     experts.__dict__["forward"] = forward
 

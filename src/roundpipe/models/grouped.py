@@ -87,6 +87,16 @@ class Stack:
     factors: Factors | None = None
     is_transposed: bool = False
 
+    @property
+    def width(self) -> int:
+        """Of what comes out."""
+        return self.weight.shape[-1 if self.is_transposed else -2]
+
+    @property
+    def width_in(self) -> int:
+        """Of what goes in."""
+        return self.weight.shape[-2 if self.is_transposed else -1]
+
     def __call__(self, rows: Tensor, routing: Routing) -> Tensor:
         """The output of every row's expert: [rows, in] -> [rows, out]."""
         weight = self.weight if self.is_transposed else self.weight.transpose(-2, -1)
@@ -199,6 +209,21 @@ class Experts:
         tensors = [*self.up.tensors, *self.down.tensors]
         result: Tensor = _InPieces.apply(self, tokens, index, hidden, weights, *tensors)  # type: ignore[no-untyped-call]
         return result
+
+    def work_bytes(self, hidden: Tensor, top_k: int, *, tokens: int) -> int:
+        """What `run_in_pieces` takes at its worst moment beside what it keeps for backward.
+
+        Of one piece in backward twice its rows (four times with factors or biases), what goes into
+        the gate and comes out of it with their gradients; in forward three times its rows. Beside
+        that the gradients of ``hidden`` and of the output. Factors' own gradients are left out.
+        """
+        rows = min(tokens, hidden.shape[0]) * top_k
+        made, gated = self.up.width, self.down.width_in
+        is_plain = all(t is None for s in (self.up, self.down) for t in s.tensors[1:])
+        wide = hidden.shape[-1]
+        backward = (2 if is_plain else 4) * wide + 3 * (made + gated)
+        row = max(backward, 3 * wide + made) * hidden.element_size()
+        return rows * row + 2 * hidden.nbytes
 
     def _end(self, rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
         """From the output of ``up`` to that of the layer."""

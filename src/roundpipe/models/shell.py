@@ -274,8 +274,10 @@ class TreeShell:
 
     @property
     def work_bytes(self) -> int:
-        """What ``run`` says that its last call took for a moment; 0 if it says nothing."""
-        return int(getattr(self._run, "work_bytes", 0))
+        """What ``run`` or a module says that its last call took for a moment; 0 if none does."""
+        said = [getattr(self._run, "work_bytes", 0)]
+        said += [module.__dict__.get("work_bytes", 0) for module in self.module.modules()]
+        return int(max(said))
 
     def bind(self, tensors: Mapping[str, Tensor | PackedTensor]) -> None:
         """Point parameters and buffers at ``tensors``: full name -> tensor on the shell's device.

@@ -16,9 +16,11 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose scale lives on the host, beside the optimizer.
 
     Given to ``RoundPipe`` it works by itself: losses are reported unscaled, norms and clipping see
-    unscaled gradients, and a step that overflows changes nothing but the scale. Its ``state_dict``
-    can be exchanged with ``torch.amp.GradScaler``; take it when no step is under way. Raises
-    ConfigError for factors that do not grow or do not shrink.
+    unscaled gradients, and a step that overflows changes nothing but the scale. Only a loss that
+    the caller makes of ``forward``'s outputs is the caller's to scale, as in torch:
+    ``scaler.scale(loss).backward()``. Its ``state_dict`` can be exchanged with
+    ``torch.amp.GradScaler``; take it when no step is under way. Raises ConfigError for factors that
+    do not grow or do not shrink.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
         torch._amp_update_scale_(
             self._scale,
             self._growth_tracker,
-            torch.tensor(0.0 if is_finite else 1.0),
+            torch.tensor(0.0 if is_finite else 1.0, device="cpu"),
             self.get_growth_factor(),
             self.get_backoff_factor(),
             self.get_growth_interval(),

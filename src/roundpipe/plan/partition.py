@@ -83,6 +83,14 @@ def partition_for(
     return cutter.cut(cutter.units(limit))
 
 
+def layer_by_layer(costs: Costs) -> Partition:
+    """Every layer a stage of its own, the last one fused: what takes least memory."""
+    last, lowest = costs.num_layers - 1, costs.first_trainable
+    stages = [range(layer, layer + 1) for layer in range(last + 1)]
+    below = [] if lowest is None else stages[lowest:last]
+    return Partition(tuple(stages[:-1]), stages[-1], tuple(reversed(below)))
+
+
 def forward_stages(
     costs: Costs, limit: float, *, memory_limit: int | None = None
 ) -> tuple[range, ...]:

@@ -33,7 +33,8 @@ class Setting:
     may hold, beside what its card has; ``host_limit``: bytes of a step on the host.
     ``most_fused``: top layers that may be set apart to run without recompute; None: as many as
     fit. ``longest``: seconds that a stage of several layers may take of one microbatch, where
-    ``costs`` do not say what activations take. ``speeds``: of the devices, relative to the one that
+    ``costs`` do not say what activations take; ``by_layer``: every stage is one layer, where memory
+    is scarce besides (except ``gpipe``'s, which are one a device). ``speeds``: of the devices, relative to the one that
     ``costs`` are of; by default all 1. ``hop_seconds``: how long a boundary is on its way from
     device to device; None: by its bytes and the links. ``copy_seconds_per_byte``: what copies take
     from a device's compute.
@@ -49,6 +50,7 @@ class Setting:
     host_limit: int | None = None
     most_fused: int | None = None
     longest: float | None = None
+    by_layer: bool = False
     speeds: tuple[float, ...] | None = None
     hop_seconds: float | None = None
     action_seconds: float = 20e-6  # what issuing and handing over one compute action costs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.plan.generators import Replicas
 from roundpipe.plan.memory import room_of
-from roundpipe.plan.partition import Partition, front, fused_choices
+from roundpipe.plan.partition import Partition, front, fused_choices, layer_by_layer
 from roundpipe.plan.uneven import UnevenDevices, split_forward, tapered, uneven_front
 from roundpipe.sim.candidate import Candidate
 from roundpipe.sim.chosen import Plan, plan_of
@@ -118,6 +118,8 @@ class _Search:
         if self._num_fused is not None:
             return [self._num_fused]
         setting, costs = self.setting, self.setting.costs
+        if setting.by_layer:
+            return [1]
         most = setting.most_fused or costs.num_layers
         choices = [k for k in fused_choices(costs, self.memory_limit) if k <= most]
         if setting.longest is None:
@@ -155,6 +157,10 @@ class _Search:
 
     def _whole_front(self, fuse: int) -> list[Partition]:
         """All of it; where memory is scarce, for both ways to share it."""
+        if self.setting.by_layer and fuse == 1:
+            if self.memory_limit is not None:
+                room_of(self.setting.costs, self.memory_limit, 1)
+            return [layer_by_layer(self.setting.costs)]
         ways: tuple[Favours, ...] = ("even",)
         if self.memory_limit is not None:
             ways = ("even", "backward")
@@ -190,7 +196,7 @@ class _Search:
         cuts = self.front(self.fuses[0])
         some = [cuts[round(at * (len(cuts) - 1) / 3)] for at in range(4)]
         speeds = self.setting.speeds
-        if speeds is not None and copies == (1, 1, 1):
+        if speeds is not None and copies == (1, 1, 1) and not self.setting.by_layer:
             some += self.uneven(speeds)
         return self.best(Candidate(c, speeds=speeds).with_replicas(*copies) for c in some)
 

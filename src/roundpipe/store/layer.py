@@ -61,12 +61,12 @@ class HostLayer:
         self.tensors = dict(tensors)
         self.held = Holding(base, self.tensors) if base is not None else None
         self.borrowed = tuple(borrowed)
-        self.trainable = tuple(n for n in self.tensors if n in trainable)
         self.require_trainable(trainable)
         self._pages = pages or HostPages()
         if self.held is not None:
             self._pages.adopt(self.held.base.segment.block)
-        self.weights = self._move_in()
+        names = tuple(n for n in self.tensors if n in trainable)
+        self.trainable, self.held, self.weights = self._moved_in(names)
         self._optim_dtype = optim_dtype
         self._masters: Masters | None = None
         self.start_masters_away = False  # see Masters; to be set before they are first asked for
@@ -127,8 +127,7 @@ class HostLayer:
             return False
         self.require_trainable(trainable)
         self.publish()
-        self.trainable = names
-        self.weights = self._move_in()
+        self.trainable, self.held, self.weights = self._moved_in(names)
         self._gradients = self._gradients.relaid(self.trainable_layout)
         if self._masters is not None:
             self._masters.rebind(self._working())
@@ -258,24 +257,25 @@ class HostLayer:
     # ---- inside
 
     @torch.no_grad()
-    def _move_in(self) -> Segment:
+    def _moved_in(
+        self, trainable: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], Holding | None, Segment]:
         """Copy the tensors into a new segment and re-point the user's, one at a time.
 
-        Frozen ones that lie in a base stay there.
+        Frozen ones that lie in a base stay there. Returns what is trainable then, what the layer
+        holds in its base, and the segment; without memory for that nothing has changed.
         """
-        if self.held is not None:
-            self.held = self.held.without(set(self.trainable))
-        trainable = [self.tensors[name] for name in self.trainable]
-        dtypes = list(dict.fromkeys(t.dtype for t in trainable))
-        first = sorted(self.trainable, key=lambda n: dtypes.index(self.tensors[n].dtype))
-        kept = self.held.names if self.held is not None else ()
-        rest = [n for n in self.tensors if n not in self.trainable and n not in kept]
+        held = self.held.without(set(trainable)) if self.held is not None else None
+        dtypes = list(dict.fromkeys(self.tensors[name].dtype for name in trainable))
+        first = sorted(trainable, key=lambda n: dtypes.index(self.tensors[n].dtype))
+        kept = held.names if held is not None else ()
+        rest = [n for n in self.tensors if n not in trainable and n not in kept]
         segment = Segment(Layout.of(_entry(n, self.tensors[n]) for n in [*first, *rest]))
         self._pages.adopt(segment.block)
         for name, view in segment.views.items():
             view.copy_(self.tensors[name])
             self.tensors[name].data = view
-        return segment
+        return trainable, held, segment
 
     def _made_masters(self) -> Masters:
         if self._masters is None:

@@ -1,8 +1,8 @@
 """From a profile to `Costs`: one machine's card, one dtype, one length and one microbatch.
 
 Host bytes are those of the store, in its own layout. By default a trained 16-bit weight takes 16:
-itself and its gradient (page-locked), its fp32 master and two fp32 moments (pageable). A bf16 master
-is the weight itself and a 16-bit remainder, together fp32: with 8-bit moments 8 and a little.
+itself and its gradient (page-locked), its fp32 master and two fp32 moments (pageable). A bf16
+master is the weight itself and a 16-bit remainder, together fp32: with 8-bit moments that is 8.
 """
 
 from __future__ import annotations

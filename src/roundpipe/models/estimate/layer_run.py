@@ -98,7 +98,7 @@ def run_layer(layer: CausalLayer, shell: TreeShell, given: Given) -> Counted:
     moments += [alive - kept for alive in (*forward.alive, *backward.alive)]
     held = _held_bytes(_plain(given.context))
     moments = [moment + held for moment in moments]
-    is_cut = bool(shell.work_bytes)
+    is_cut = given.is_last and bool(shell.work_bytes)
     return Counted(forward, backward, kept, moments, _num_bytes(given.boundary), is_cut)
 
 

@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 @torch.no_grad()
 def pack_model(model: nn.Module) -> list[Base]:
-    """Pack the matrices of a model's blocks in place, as NF4; returns where they lie, for RoundPipe.
+    """Pack the matrices of a model's blocks in place, as NF4; returns the bases that hold them.
 
     The packed parameters are frozen stand-ins without memory from then on. Takes seconds a billion
     weights, and the memory of one matrix beside the model. Raises ModelError for a model without
