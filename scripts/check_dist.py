@@ -29,8 +29,11 @@ def check_contents(wheel: Path) -> None:
     """Every source file is in the wheel, with the type marker and the licence, and nothing else."""
     names = set(zipfile.ZipFile(wheel).namelist())
     source = ROOT / "src"
-    wanted = {str(path.relative_to(source)) for path in source.rglob("*.py")}
-    wanted.add("roundpipe/py.typed")
+    wanted = {
+        str(path.relative_to(source))
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     ours = {name for name in names if ".dist-info/" not in name}
     if ours != wanted:
         sys.exit(f"wheel and source differ: {sorted(ours ^ wanted)}")

@@ -243,6 +243,11 @@ class Chain:
             self._timings.clear()
             self._last = self._measured = None
 
+    def notice_load(self) -> None:
+        """The weights are others, all of one version."""
+        self.num_versions += 1
+        self._engine.is_mixed = False
+
     def restart(self) -> None:
         """Begin anew: what is trained has changed."""
         for model in self._engine.models:

@@ -256,7 +256,7 @@ class RoundPipe(Calling):
         except RoundPipeError:
             logger.exception("closing %s", self.name)
         try:
-            self._stepping.close()
+            self._stepping.close(is_whole=self._engine.is_whole)
         except (RoundPipeError, OSError):
             logger.exception("closing %s: its optimizer's state", self.name)
         finally:

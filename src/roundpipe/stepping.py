@@ -111,7 +111,7 @@ class Stepping:
                 "them\nhint: step(optimizer)"
             )
 
-    def close(self) -> None:
-        """Let state on disk reach the disk; nothing may be under way. Idempotent."""
+    def close(self, *, is_whole: bool = True) -> None:
+        """Let state on disk reach the disk, to be resumed from if it is whole. Idempotent."""
         if self._host is not None:
-            self._host.close()
+            self._host.close(is_whole=is_whole)

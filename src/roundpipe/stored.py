@@ -98,5 +98,5 @@ class Stored(Wrapped):
         loaded = {tensor for name, tensor in named if name in state_dict}
         for layer in self._layers:
             layer.reload_masters([n for n in layer.trainable if layer.tensors[n] in loaded])
-        self._chain.num_versions += 1
+        self._chain.notice_load()
         return result

@@ -34,15 +34,14 @@ def tiny_tokenizer(*, template: str | None = TEMPLATE) -> PreTrainedTokenizerFas
     return tokenizer
 
 
-def tiny_model(*, tied: bool = True, num_layers: int = 2) -> LlamaForCausalLM:
+def tiny_model(*, tied: bool = True, num_layers: int = 2, **sizes: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
+    usual = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
     config = LlamaConfig(
+        **usual | sizes,
         vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
         eos_token_id=257,
@@ -52,8 +51,10 @@ def tiny_model(*, tied: bool = True, num_layers: int = 2) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def write_tiny_folder(folder: Path, *, tied: bool = True, template: str | None = TEMPLATE) -> Path:
-    tiny_model(tied=tied).save_pretrained(folder)
+def write_tiny_folder(
+    folder: Path, *, tied: bool = True, template: str | None = TEMPLATE, **sizes: int
+) -> Path:
+    tiny_model(tied=tied, **sizes).save_pretrained(folder)
     tiny_tokenizer(template=template).save_pretrained(folder)
     return folder
 

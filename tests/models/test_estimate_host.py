@@ -111,8 +111,8 @@ def kept_bytes(pipe, optimizer):
     [("fp32", 0, 16), ("bf16", 0, 10), ("int8", 0, 8.1), ("int8", 1, 10.1)],
 )
 def test_bytes_per_trained_parameter_are_planned_within_2_percent(moments, staleness, most):
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024}
     config = make_config({**FIELDS, **sizes, **heads})
     job = Job(dtype="bf16", length=16, staleness=staleness).with_moments(moments)
     card = Card(name="cpu", memory_bytes=1, flops={"bf16": 1e11}, bandwidth=1e10)
@@ -123,7 +123,7 @@ def test_bytes_per_trained_parameter_are_planned_within_2_percent(moments, stale
     optim_dtype = torch.bfloat16 if moments != "fp32" else None
     with RoundPipe(model, optim_dtype, devices="cpu", schedule="round_robin") as pipe:
         optimizer = AdamW(pipe.optim_parameters(), lr=1e-4, state_dtype=moments)
-        ids = torch.randint(0, 2048, (2, 16))
+        ids = torch.randint(0, 1024, (2, 16))
         for _ in range(3):
             pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids})
             pipe.step(optimizer, is_async=staleness == 1)

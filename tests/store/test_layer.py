@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe.errors import HostMemoryError
+from roundpipe.store import layer as layer_module
 from roundpipe.store.build import build_store, relayout
 from roundpipe.store.layer import HostLayer
 
@@ -208,3 +210,23 @@ def test_layers_without_own_bytes_upload_only_what_they_borrow(requires_grad):
     assert [len(layer.upload_pieces()) for layer in layers] == [1, 0, 1]
     assert torch.equal(fill_slot(layers[2])["w"], shared)
     assert fill_slot(layers[1]) == {}
+
+
+def test_a_relayout_that_memory_has_no_room_for_changes_nothing_and_can_be_done_again(monkeypatch):
+    tensors = mixed()
+    layer = layer_of(tensors)
+    before, places = layer.weights, {n: t.data_ptr() for n, t in tensors.items()}
+    tensors["frozen"].requires_grad_(True)
+
+    def refuse(_layout):
+        raise HostMemoryError("out of host memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_module, "Segment", refuse)
+        with pytest.raises(HostMemoryError):
+            relayout([layer])
+    assert layer.weights is before
+    assert layer.trainable == ("half", "full", "half2")
+    assert {n: t.data_ptr() for n, t in tensors.items()} == places
+    assert relayout([layer])
+    assert layer.trainable == ("frozen", "half", "full", "half2")

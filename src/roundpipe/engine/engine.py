@@ -88,6 +88,7 @@ class Engine:
         self._last: Run | None = None
         self._last_update: Update | None = None
         self.last_checkpoint = ""  # what to load where a failure leaves weights mixed, for people
+        self.is_mixed = False  # weights are of two versions; until others are loaded
         self._failed: Run | None = None
         self._is_told = False  # whether the failure was raised, though something still hangs
         self.num_recovered = 0  # failures whose steps have been forgotten
@@ -248,6 +249,14 @@ class Engine:
         self.num_recovered += 1
         return note
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights and all state are of one step, and nothing writes to them any more.
+
+        To be asked after a `drain`, whether or not that raised.
+        """
+        return not self.is_mixed and not self._is_told
+
     def close(self) -> None:
         """Finish what is under way, unless it hangs, and give the devices' memory back.
 
@@ -331,14 +340,14 @@ class Engine:
             if update is None or not update.is_half_done:
                 continue
             if update.is_eager and run.failure is not None:  # gradients will never be there
-                note = self._mixed
+                note, self.is_mixed = self._mixed, True
                 continue
             try:
                 update.finish()
                 note = note or _FINISHED
             except Exception:
                 logger.exception("finishing the updates of step %s", run.call.step)
-                note = self._mixed
+                note, self.is_mixed = self._mixed, True
         return note
 
     @property

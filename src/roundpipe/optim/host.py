@@ -87,10 +87,10 @@ class HostOptimizer:
             self.on_disk,
         )
 
-    def close(self) -> None:
-        """Let state on disk reach the disk; nothing may be under way. Idempotent."""
+    def close(self, *, is_whole: bool = True) -> None:
+        """Let state on disk reach the disk, see `StateOnDisk.close`. Idempotent."""
         if self.on_disk is not None:
-            self.on_disk.close()
+            self.on_disk.close(is_whole=is_whole)
 
     def _require_layered(self, layered: Layered | str) -> None:
         if isinstance(layered, str):

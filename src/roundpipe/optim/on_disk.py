@@ -163,13 +163,18 @@ class StateOnDisk:
         here, _ = self._state_of(self._layers[index])
         return here if away is None else {**_fetch(away).tensors, **here}
 
-    def close(self) -> None:
+    def close(self, *, is_whole: bool = True) -> None:
         """Write what is in memory, wait for it, and leave a folder that can be resumed from.
 
         No update may be under way. Idempotent. Afterwards ``optimizer.state_dict()`` still reads
-        the files; updates are not possible.
+        the files; updates are not possible. ``is_whole=False``: layers are not of one step, or one
+        is being updated and will never be done; nothing is written and nobody can resume.
         """
         if not self._finalizer.alive:
+            return
+        if not is_whole:
+            remove_manifest(self.folder)
+            self._finalizer()
             return
         try:
             for index, layer in self._layers.items():
