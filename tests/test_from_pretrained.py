@@ -85,7 +85,7 @@ def test_adapters_train_over_mapped_and_over_loaded_weights_alike(folder, tmp_pa
             peft_config=adapters(),
             mapped=mapped,
             cache_folder=tmp_path / "cache",
-            progress=lambda done, total: said.append((done, total)),
+            progress=lambda done, total, said=said: said.append((done, total)),
             devices="cpu*2",
         ) as ours:
             found.append(losses(ours))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, StepError
 
 
 @pytest.fixture(autouse=True)
@@ -226,3 +226,67 @@ def test_the_callers_default_device_changes_nothing():
                 ours.step(lambda m=masters: m[0].data.add_(m[0].grad), max_grad_norm=0.1)
             found.append(weights(ours))
     assert same(*found)
+
+
+class Failing(torch.autograd.Function):
+    """Passes on what it gets; its backward fails when ``armed``, once an update has been made."""
+
+    armed, updated = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Failing.armed.is_set():
+            assert Failing.updated.wait(10)
+            raise ArithmeticError("not today")
+        return gradient
+
+
+class Fragile(nn.Linear):
+    def forward(self, x):
+        return Failing.apply(super().forward(x))
+
+
+class Signalling(roundpipe.optim.AdamW):
+    def update_(self, *args, **kwargs):
+        super().update_(*args, **kwargs)
+        Failing.updated.set()
+
+
+@pytest.mark.parametrize("is_reloaded", [False, True])
+def test_state_on_disk_of_two_steps_is_not_resumed_from(tmp_path, is_reloaded):
+    """An eager step that failed has updated some layers; nothing of that shows in the files."""
+    net = nn.Sequential(Fragile(6, 6), *model()).bfloat16()
+    x = batch(0, torch.bfloat16)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with roundpipe.RoundPipe(
+        net, devices="cpu", commit="eager", optim_state_dir=tmp_path / "s"
+    ) as ours:
+        optimizer = Signalling(ours.optim_parameters(), lr=1e-2)
+        train(ours, optimizer, 1, dtype=torch.bfloat16)
+        ours.synchronize()
+        Failing.updated.clear()
+        Failing.armed.set()
+        ours.forward_backward((x,), label=x, loss_fn=nn.functional.mse_loss)
+        ours.step(optimizer)
+        with pytest.raises(StepError, match="the weights are mixed"):
+            ours.synchronize()
+        Failing.armed.clear()
+        if is_reloaded:
+            ours.load_state_dict(before)
+    assert (tmp_path / "s" / "manifest.json").exists() is is_reloaded
+    assert not (tmp_path / "s" / ".lock").exists()
+    with roundpipe.RoundPipe(
+        nn.Sequential(nn.Linear(6, 6), *model()).bfloat16(),
+        devices="cpu",
+        optim_state_dir=tmp_path / "s",
+    ) as other:
+        again = Signalling(other.optim_parameters(), lr=1e-2)
+        if is_reloaded:
+            other.attach_optimizer(again, resume=True)
+        else:
+            with pytest.raises(ConfigError, match="middle of a step"):
+                other.attach_optimizer(again, resume=True)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe.errors import ConfigError, DeviceError
+from roundpipe.errors import ConfigError, DeviceError, PlanError
+from roundpipe.finetune import forecast
 from roundpipe.finetune import prepare as preparing
 from roundpipe.finetune.prepare import Job, prepare
 from roundpipe.finetune.terminal import Terminal
@@ -33,7 +34,12 @@ def test_one_sample_is_shown_with_its_trained_tokens_marked(config_of: Any) -> N
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [("auto", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)],
+    [
+        ("auto", torch.float32),
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ],
 )
 def test_weights_are_fp32_on_the_cpu_unless_asked_otherwise(
     config_of: Any, dtype: str, expected: torch.dtype
@@ -79,3 +85,38 @@ def test_padding_takes_whatever_token_there_is(tiny: Any, config_of: Any) -> Non
     assert job.pad_token_id == job.tokenizer.eos_token_id
     job.tokenizer.eos_token = None
     assert job.pad_token_id == 0
+
+
+def test_a_run_that_host_memory_would_not_hold_ends_before_a_weight_is_read(
+    config_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "load_base", None)
+    with pytest.raises(PlanError, match=r"(?s)does not fit into host memory.*hint: "):
+        prepared(config_of(finetuning_type="full", host_memory_limit="100kB"))
+
+
+def test_only_as_many_tokens_count_as_samples_have(config_of: Any) -> None:
+    # 2,048 tokens each would take some hundred megabytes
+    prepared(config_of(host_memory_limit="16MB", max_length=2048))
+
+
+def test_a_model_that_cannot_be_counted_is_loaded_all_the_same(
+    config_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConfigError("cannot count the model: x\nhint: y")
+
+    monkeypatch.setattr(forecast, "profile_of", fail)
+    with caplog.at_level("INFO", logger="roundpipe"):
+        prepared(config_of())
+    assert "host memory is not checked beforehand: cannot count the model: x" in caplog.text
+
+
+def test_a_share_is_of_the_host_memory_that_is_free(config_of: Any) -> None:
+    assert prepared(config_of())[0].pinned_memory_limit is None
+    assert prepared(config_of(pinned_memory_limit="1GB"))[0].pinned_memory_limit == 10**9
+    half = prepared(config_of(pinned_memory_limit=0.5))[0].pinned_memory_limit
+    whole = prepared(config_of(pinned_memory_limit=1.0))[0].pinned_memory_limit
+    assert half is not None
+    assert whole is not None
+    assert half / whole == pytest.approx(0.5, rel=0.2)  # others take and free memory meanwhile

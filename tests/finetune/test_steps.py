@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,10 +16,12 @@ from roundpipe.finetune import steps
 from roundpipe.finetune.loop import train
 from roundpipe.finetune.terminal import Terminal
 from roundpipe.optim.scaler import GradScaler
-from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import ModuleType
+
+    from roundpipe.roundpipe import RoundPipe
 
 # peft 0.21 asks transformers 5.24 for a name that is about to go
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -74,7 +75,7 @@ def test_qlora_trains_as_plain_bitsandbytes_and_peft_do(
 
 @pytest.mark.parametrize(
     ("dtype", "moments", "optim_dtype"),
-    [("bf16", "fp32", None), ("bf16", "int8", torch.bfloat16), ("fp32", "bf16", None)],
+    [("bf16", "int8", torch.bfloat16), ("fp32", "bf16", None)],
 )
 def test_moments_are_kept_as_asked_and_bf16_weights_are_their_own_masters_then(
     config_of: Any,
@@ -111,7 +112,7 @@ def test_moments_are_kept_as_asked_and_bf16_weights_are_their_own_masters_then(
 
 
 def test_narrow_moments_come_close_to_wide_ones(config_of: Any, tmp_path: Path) -> None:
-    full = {"finetuning_type": "full", "dtype": "bf16", "learning_rate": 1e-3, "max_steps": 6}
+    full = {"finetuning_type": "full", "dtype": "bf16", "learning_rate": 1e-3, "max_steps": 4}
     wide, narrow = (
         run(config_of(**full, optim_state_dtype=m, output_dir=str(tmp_path / m)))[0]
         for m in ("fp32", "int8")
@@ -138,14 +139,6 @@ def test_fp16_scales_its_loss_and_a_skipped_step_counts_for_no_schedule(
     losses = [record["loss"] for record in history]
     assert losses[0] == losses[first]
     assert losses[-1] < losses[0] < 10  # as if it were not scaled
-
-
-def test_more_steps_may_be_skipped_where_losses_are_scaled(
-    config_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "GradScaler", functools.partial(GradScaler, init_scale=2.0**30))
-    history, _ = run(config_of(dtype="fp16", max_steps=8))
-    assert sum(record.get("skipped", False) for record in history) > 5
 
 
 def test_limits_reach_the_trainer(config_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,11 +172,10 @@ class StateOnDisk:
         """
         if not self._finalizer.alive:
             return
-        if not is_whole:
-            remove_manifest(self.folder)
-            self._finalizer()
-            return
         try:
+            if not is_whole:
+                remove_manifest(self.folder)
+                return
             for index, layer in self._layers.items():
                 layer.publish()
                 if self._is_partly_here(layer):
