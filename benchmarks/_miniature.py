@@ -30,6 +30,8 @@ from roundpipe.plan.schedule_memory import schedule_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from roundpipe.plan.costs import Costs
+
 _STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -105,7 +107,7 @@ class Held:
 
     first: int  # of the first step, planned when nothing was known of activations
     peak: int  # of the last one
-    planned: int  # by its plan, from the config
+    planned: int | None  # by its plan, from the config; None: nobody asked
     measured: int  # by its plan, from what was weighed
     limit: int
     loss: float
@@ -114,12 +116,16 @@ class Held:
     @property
     def fits(self) -> bool:
         """Whether all steps stayed within the limit, and the last one within its plan."""
-        counted = min(self.planned, self.measured)
+        counted = min(self.planned or self.measured, self.measured)
         return self.peak <= counted <= self.limit and self.first <= self.limit
 
 
-def run(small: Miniature, device: str, *, microbatches: int = 2, steps: int = 3) -> Held:
-    """Train a few steps as the planner likes within the limit, and see what the device held."""
+def run(small: Miniature, device: str, *, steps: int = 3, asks_config: bool = True) -> Held:
+    """Train a few steps as the planner likes within the limit, and see what the device held.
+
+    ``asks_config``: whether to count from the config too, which takes a while if all is small.
+    """
+    microbatches = 2
     on = torch.device(device)
     with _pieces_of(small.divisor), _Counting(on) as counting:
         limit = small.limit_bytes
@@ -137,7 +143,9 @@ def run(small: Miniature, device: str, *, microbatches: int = 2, steps: int = 3)
                 ours.step(optimizer)
                 ours.synchronize()
                 peaks.append(counting.peak(ours))
-            planned, measured = _by_the_plan(small, ours, microbatches)
+            measured = _by_the_plan(ours, ours.planner.costs, microbatches)
+            known = _costs_of(small) if asks_config else None
+            planned = None if known is None else _by_the_plan(ours, known, microbatches)
             plan = str(ours.plan.partition)
     return Held(peaks[0], peaks[-1], planned, measured, limit, float(loss), plan)
 
@@ -149,17 +157,18 @@ def layer_by_layer(num_blocks: int) -> roundpipe.ModelExecutePlan:
     return roundpipe.ModelExecutePlan([range(1), *blocks], [head, *reversed(blocks)])
 
 
-def _by_the_plan(small: Miniature, ours: Any, microbatches: int) -> tuple[int, int]:
-    """What the visits that ran take, by the config's costs and by the engine's."""
-    bits = 32 if small.dtype == torch.float32 else 16
+def _by_the_plan(ours: Any, known: Costs, microbatches: int) -> int:
+    """What the visits that ran take by these costs."""
+    made = ours.plan.computation(known, devices=1, microbatches=microbatches)
+    return schedule_bytes(known, made.visits, devices=1)
+
+
+def _costs_of(small: Miniature) -> Costs:
+    """What the layers take by the config; times are of no card."""
+    dtype, bits = ("fp32", 32) if small.dtype == torch.float32 else ("bf16", 16)
     profile = count(small.config, small.method, name="miniature", bits=bits)
     card = Card(name="any", memory_bytes=1, flops={"fp32": 1e12, "bf16": 1e12}, bandwidth=1e12)
-    job = Job(dtype="fp32" if bits == 32 else "bf16", length=small.tokens)
-    found = []
-    for known in (costs(profile, card, job), ours.planner.costs):
-        made = ours.plan.computation(known, devices=1, microbatches=microbatches)
-        found.append(schedule_bytes(known, made.visits, devices=1))
-    return found[0], found[1]
+    return costs(profile, card, Job(dtype=dtype, length=small.tokens))
 
 
 def _model(small: Miniature) -> nn.Module:
@@ -263,8 +272,8 @@ def main() -> int:
     for on_experts in (False, True):
         held = run(Miniature(on_experts=on_experts).scaled(), "cpu")
         what = "attention and experts" if on_experts else "attention"
-        of = (held.first, held.peak, held.planned, held.measured, held.limit)
-        said = "held {:.1f} MB at first, then {:.1f}; by the plan {:.1f}, as weighed {:.1f}; limit {:.1f}"
+        of = (held.first, held.peak, held.planned or 0, held.measured, held.limit)
+        said = "held {:.1f} MB at first, then {:.1f}; plan {:.1f}, as weighed {:.1f}; limit {:.1f}"
         print(f"adapters on {what}: {said.format(*(each / 1e6 for each in of))}")
         print(f"  loss {held.loss:.3f}; {held.plan}")
         fits.append(held.fits)

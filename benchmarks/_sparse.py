@@ -2,15 +2,15 @@
 
     python benchmarks/_sparse.py [LAYERS]
 
-Trains adapters of rank 32 for one step of 16 tokens on a CPU device, a layer a stage. The weights
+Trains adapters of rank 8 for one step of 16 tokens on a CPU device, a layer a stage. The weights
 are zeros that take no disk space, but they are mapped, brought up and let go of like any others.
-Prints the most memory that the process held.
+Prints what runs and, in the end, the most memory that the process has held: two layers of 5 GB in
+the device's slots, and with all 94 layers 0.4 GB of adapters, masters, moments and gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import sys
 import tempfile
@@ -33,7 +33,7 @@ from roundpipe.store.segment import Layout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TOKENS, RANK = 16, 32
+TOKENS, RANK = 16, 8
 
 
 def mapped_model(small: Miniature, folder: Path) -> tuple[nn.Module, list[Base]]:
@@ -76,7 +76,7 @@ def told(begin: float) -> Iterator[None]:
     def telling(compute: Compute, *given: Any) -> None:
         run, action = given
         visit = run.program.schedule.visits[action.index]
-        what = f"{action.op.value} of layer {visit.layers.start}"
+        what = f"{action.op.name.lower()} of layer {visit.layers.start}"
         holds = f"holds {held_gigabytes('VmRSS'):.2f} GB, at most {held_gigabytes():.2f} GB"
         print(f"{time.perf_counter() - begin:6.0f} s  {what}, {holds}", flush=True)
         plain(compute, *given)
@@ -90,7 +90,6 @@ def told(begin: float) -> Iterator[None]:
 
 def main() -> None:
     """Run it and print."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     num_layers = int(sys.argv[1]) if len(sys.argv) > 1 else 94
     torch.set_num_threads(1)
     small = Miniature(layers=num_layers)

@@ -27,6 +27,7 @@ LIMITS = {  # seconds
     "train_full": 90,
     "train_lora": 90,
     "longest": 90,
+    "miniature": 90,
     "graph": 60,
     "fsdp": 90,
 }

@@ -106,3 +106,15 @@ def test_weights_in_files_cannot_be_trained(folder):
         roundpipe.RoundPipe.from_pretrained(folder, quantization="gptq", devices="cpu")
     with pytest.raises(ConfigError):
         roundpipe.RoundPipe.from_pretrained(folder / "nowhere", devices="cpu")
+
+
+def test_weights_and_adapters_lie_on_the_host_whatever_the_default_device_is(folder):
+    with (
+        torch.device("meta"),
+        roundpipe.RoundPipe.from_pretrained(
+            folder, quantization="nf4", peft_config=adapters(), devices="cpu"
+        ) as ours,
+    ):
+        assert {tensor.device.type for tensor in ours.model.state_dict().values()} == {"cpu"}
+    with pytest.raises(ConfigError, match="mapped must be"):
+        roundpipe.RoundPipe.from_pretrained(folder, mapped="yes", devices="cpu")

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
-IN_PROCESS = ("exactness", "sanitizer", "link", "train_full", "train_lora", "longest", "graph")
+IN_PROCESS = (
+    "exactness",
+    "sanitizer",
+    "link",
+    "train_full",
+    "train_lora",
+    "longest",
+    "miniature",
+    "graph",
+)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from roundpipe.plan.actions import COMPUTE, Action
 from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.generators import replicated, round_robin
 from roundpipe.plan.machine import Card, Host, Link, Machine
-from roundpipe.plan.partition import partition_for
+from roundpipe.plan.partition import layer_by_layer, partition_for
 from roundpipe.planner import Planner
 
 MB = 10**6
@@ -37,6 +37,7 @@ BLOCK = LayerCost(
     update_bytes=2800 * MB,
 )
 COSTS = Costs((BLOCK,) * 8, frozenset(range(8)))
+COSTS_OF_SIX = Costs((BLOCK,) * 6, frozenset(range(6)))
 
 
 @pytest.fixture(autouse=True)
@@ -331,6 +332,38 @@ def test_before_activations_are_known_no_stage_takes_more_than_a_quarter_of_a_st
         pipe.planner._is_weighed = True
         pipe.planner._plans.clear()
         assert longest_share(pipe.planner.plan(8, None), pipe.planner.costs) > 1 / 2
+
+
+LIMIT = 10**9  # bytes; all of `chain` would fit
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
+def test_where_memory_is_limited_layers_are_stages_until_activations_are_known(plain, devices):
+    with RoundPipe(chain(), devices=devices, device_memory_limit=LIMIT) as pipe:
+        first = pipe.planner.plan(4, None).partition
+    assert first == layer_by_layer(COSTS_OF_SIX)
+    found = trained(devices, device_memory_limit=LIMIT)
+    assert_same(found, plain)
+    assert not found[2].planner._setting(4).by_layer
+
+
+def test_what_is_recomputed_layer_by_layer_stays_cut_so_where_memory_is_limited(plain):
+    found = trained("cpu", device_memory_limit=LIMIT, recompute_grain="layer")
+    assert_same(found, plain)
+    assert found[2].plan.partition == layer_by_layer(COSTS_OF_SIX)
+
+
+@pytest.mark.parametrize("schedule", ["hybrid", "replicated", "gpipe"])
+def test_all_schedules_begin_where_memory_is_limited(plain, schedule):
+    losses, weights, _ = trained("cpu*2", device_memory_limit=LIMIT, schedule=schedule)
+    assert losses == pytest.approx(plain[0], rel=1e-5)
+    for name, value in plain[1].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_that_does_not_fit_by_itself_is_refused_when_wrapping():
+    with pytest.raises(PlanError, match="layer 0 does not fit on the device"):
+        RoundPipe(chain(), devices="cpu", device_memory_limit=100)
 
 
 def test_times_that_have_drifted_are_learned_from_and_the_bits_stay(plain, monkeypatch):

@@ -157,27 +157,30 @@ class RoundPipe(Calling):
         """
         from roundpipe.models.loading.load import open_causal_lm  # noqa: PLC0415 (late imports)
 
-        opened = open_causal_lm(
-            name_or_path,
-            dtype=dtype,
-            quantization=quantization,
-            attn_implementation=attn_implementation,
-            revision=revision,
-        )
-        is_frozen = peft_config is not None
-        if mapped is True and not is_frozen:
-            raise ConfigError(
-                "mapped weights cannot be trained: mapped=True\nhint: peft_config=LoraConfig(…)"
+        if mapped not in (True, False, "auto"):
+            raise ConfigError(f"mapped must be True, False or 'auto': {mapped!r}")
+        with torch.device("cpu"):  # whatever the caller's default device is
+            opened = open_causal_lm(
+                name_or_path,
+                dtype=dtype,
+                quantization=quantization,
+                attn_implementation=attn_implementation,
+                revision=revision,
             )
-        if mapped is True or (mapped == "auto" and is_frozen and not opened.fits_memory):
-            loaded = opened.load_mapped(cache_folder=cache_folder, progress=progress)
-        else:
-            loaded = opened.load(progress=progress)
-        model = loaded.model.train()
-        if peft_config is not None:
-            from peft import get_peft_model  # noqa: PLC0415 (takes seconds)
+            is_frozen = peft_config is not None
+            if mapped is True and not is_frozen:
+                raise ConfigError(
+                    "mapped weights cannot be trained: mapped=True\nhint: peft_config=LoraConfig(…)"
+                )
+            if mapped is True or (mapped == "auto" and is_frozen and not opened.fits_memory):
+                loaded = opened.load_mapped(cache_folder=cache_folder, progress=progress)
+            else:
+                loaded = opened.load(progress=progress)
+            model = loaded.model.train()
+            if peft_config is not None:
+                from peft import get_peft_model  # noqa: PLC0415 (takes seconds)
 
-            model = get_peft_model(model, peft_config)
+                model = get_peft_model(model, peft_config)
         return cls(model, bases=loaded.bases, **settings)
 
     def attach_optimizer(self, optimizer: Optimizer, *, resume: bool = False) -> None:

@@ -1,8 +1,7 @@
-"""Mixtures of experts: what grows with their number, and what a large one takes of memory."""
+"""Mixtures of experts: what grows with their number, and what a device holds of a large one."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +27,3 @@ def test_operations_do_not_grow_with_the_number_of_experts_and_time_hardly():
 
 def test_three_layers_of_the_largest_published_model_stay_within_plan_and_limit():
     run("_miniature.py")
-
-
-def test_a_model_of_many_times_the_memory_it_takes_trains_from_mapped_files():
-    """Each layer of the model has 5 GB, and two at a time have a slot, however many there are."""
-    said = run("_sparse.py", "12")
-    size = float(re.search(r"([\d.]+) GB mapped", said)[1])
-    held = float(re.findall(r"held ([\d.]+) GB", said)[-1])
-    assert size > 60
-    assert held < 12

@@ -176,3 +176,15 @@ def test_a_function_cuts_inputs_and_another_one_labels():
 def test_rules_that_do_not_cut_a_call_are_refused(cut, match):
     with pytest.raises(ConfigError, match=match):
         split((torch.arange(4),), {}, 1, cut)
+
+
+@pytest.mark.parametrize("how", [None, False, lambda outputs: outputs[0]], ids=str)
+def test_what_a_caller_gets_does_not_lie_where_the_next_call_writes(how):
+    """A caller may let go of it while a card still copies from it."""
+    output = {"logits": torch.ones(2, 3), "loss": torch.tensor(2.0)}
+    together = joined([output], RoundPipeRunConfig(merge_output=how))
+    for name, value in output.items():
+        got = together[name][0] if how is False else together[name]
+        assert torch.equal(got, value)
+        assert got.data_ptr() != value.data_ptr()
+    assert total_loss([output["loss"]]).data_ptr() != output["loss"].data_ptr()

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.engine.late_device import LateDevice
 
+import roundpipe
 from roundpipe.device.cpu import CpuDevice
 from roundpipe.device.fake import FakeDevice
 from roundpipe.engine import pool as pool_module
@@ -138,3 +140,37 @@ def test_what_hangs_is_left_behind_after_one_time_for_all_of_it(monkeypatch, cap
     assert "left behind at close: roundpipe cpu:0 compute" in caplog.text
     gate.set()
     timer.cancel()
+
+
+def test_a_device_that_fails_to_end_does_not_keep_the_others_from_ending():
+    def fails():
+        raise ZeroDivisionError("nobody was told")
+
+    pool = DevicePool("cpu*2", pinned_memory_limit=0)
+    for device in pool.devices:
+        device.launch("x", fails)
+    with pytest.raises(ZeroDivisionError):
+        pool.close()
+    assert our_threads() == set()
+    for device in pool.devices:
+        with pytest.raises(DeviceError):
+            device.launch("x", fails)
+
+
+def test_a_closed_model_leaves_only_its_weights_locked_in_a_pool_that_goes_on():
+    device = LateDevice()
+    locked = device.registrar.registered
+    with DevicePool([device]) as pool:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        ours = roundpipe.RoundPipe(model, pool=pool)
+        device.passing = ours._engine.models[0].staging._passing
+        x = torch.randn(4, 8)
+        ours.forward_backward((x,), label=x, loss_fn=torch.nn.functional.mse_loss)
+        ours.synchronize()
+        stays = {layer.weights.buffer.data_ptr() for layer in ours._layers}
+        stays |= {layer.gradients(partial_sums=False).buffer.data_ptr() for layer in ours._layers}
+        assert set(locked) > stays
+        (run,) = ours._chain.making.runs
+        held = {loss.untyped_storage().data_ptr() for loss in run.losses}
+        ours.close()
+        assert set(locked) == stays | held

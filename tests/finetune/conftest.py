@@ -67,6 +67,27 @@ def config_of(tiny_folder: Path, tiny_data: Path, tmp_path: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
+def _counted() -> dict[Any, Any]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _count_once(_counted: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one model have it counted once: that takes half a second."""
+    from roundpipe.finetune import forecast
+
+    count = forecast.profile_of
+
+    def profile_of(wish: Any, *, bits: int, **more: Any) -> Any:
+        key = (wish.model, wish.method, wish.config.attn_implementation, bits)
+        if key not in _counted:
+            _counted[key] = count(wish, bits=bits, **more)
+        return _counted[key]
+
+    monkeypatch.setattr(forecast, "profile_of", profile_of)
+
+
+@pytest.fixture(scope="session")
 def small() -> ModuleType:
     """The functions of ``small_case.py``."""
     spec = importlib.util.spec_from_file_location(

@@ -14,7 +14,7 @@ from roundpipe.finetune.terminal import Terminal
 
 def prepared(config: Any) -> tuple[Job, list[str]]:
     stream = io.StringIO()
-    with prepare(config, Terminal(stream)) as job:
+    with prepare(config, Terminal(stream, patience=600)) as job:
         return job, stream.getvalue().splitlines()
 
 

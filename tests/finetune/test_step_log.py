@@ -131,6 +131,15 @@ def test_a_skipped_step_is_told_and_written_without_numbers_that_json_lacks() ->
     assert "step 1 changed nothing: its loss or gradient is not finite" in place.events
 
 
+def test_a_scaled_loss_may_be_skipped_more_often_until_its_scale_is_found() -> None:
+    place = Place()
+    log = StepLog(place, total_steps=99, logging_steps=1, scaled=True)  # type: ignore[arg-type]
+    for step in range(1, 22):
+        log.add(record_of(step), Result(1.0, place.events, skipped=True))
+    with pytest.raises(RoundPipeError, match="no finite gradient for 21 steps"):
+        log.settle()
+
+
 def test_several_skipped_steps_in_a_row_stop_the_run() -> None:
     place = Place()
     log = log_of(place)

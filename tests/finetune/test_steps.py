@@ -12,6 +12,7 @@ from peft import PeftModel
 from tests.finetune.plain_loop import plain_run
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from roundpipe.errors import ConfigError
 from roundpipe.finetune import steps
 from roundpipe.finetune.loop import train
 from roundpipe.finetune.terminal import Terminal
@@ -71,6 +72,18 @@ def test_qlora_trains_as_plain_bitsandbytes_and_peft_do(
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
         assert (found[name] - parameter).abs().max() < 1e-3, name
+
+
+def test_modules_that_are_saved_whole_are_not_in_4_bits(
+    config_of: Any, packable_folder: Path
+) -> None:
+    qlora = {"model_name_or_path": str(packable_folder), "finetuning_type": "qlora"}
+    with pytest.raises(ConfigError, match=r"(?s)modules_to_save: weights in 4 bits.*mlp.*hint: "):
+        run(config_of(modules_to_save=["mlp"], **qlora))
+    history, _ = run(config_of(modules_to_save=["model.norm"], val_size=3, eval_steps=2, **qlora))
+    assert all(record.get("loss", 1.0) > 0 for record in history)
+    held = [record["eval_loss"] for record in history if "eval_loss" in record]
+    assert held == sorted(held, reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,10 @@ def test_pieces_take_what_they_say_for_a_moment(form, sides, monkeypatch):
     said = experts.work_bytes(hidden, TOP_K, tokens=64)
     there = [t for s in (experts.up, experts.down) for t in s.tensors if t is not None]
     factors = [tensor for tensor in there if tensor.requires_grad]
-    with Meter([*there, hidden, index, weights], torch.float32) as meter, torch.autograd.set_multithreading_enabled(False):
+    with (
+        Meter([*there, hidden, index, weights], torch.float32) as meter,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         out = experts.run_in_pieces(hidden, index, weights, tokens=64)
         kept = meter.num_alive
         out.backward(torch.ones_like(out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.models.loading_cases import edit_config, edit_files, same_state, save
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, ModelError
 from roundpipe.models.causal_lm import causal_lm_spec
 from roundpipe.models.loading import cache
 from roundpipe.models.loading.load import open_causal_lm
@@ -230,12 +231,68 @@ def test_an_expert_that_is_missing_is_refused_before_anything_is_read(tmp_path):
         open_causal_lm(tmp_path)
 
 
-def test_weights_that_the_model_does_not_know_are_left_out(tmp_path, caplog):
-    caplog.set_level("INFO", logger="roundpipe")
+def test_weights_that_the_model_does_not_know_are_left_out_with_a_warning(tmp_path, caplog):
     save(tmp_path, "llama", shard="1GB")
     edit_files(tmp_path, lambda t: {**t, "visual.weight": torch.ones(3)})
     open_causal_lm(tmp_path).load()
     assert "1 weights of the files are not used: visual.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("gpt2", "transformer.h.1.attn.bias"),
+        ("deepseek_v3", "model.layers.61.mlp.gate.weight"),  # its class says so
+    ],
+)
+def test_what_older_files_hold_and_models_compute_is_left_out_silently(
+    tmp_path, caplog, kind, name
+):
+    save(tmp_path, kind, shard="1GB")
+    edit_files(tmp_path, lambda t: {**t, name: torch.ones(1)})
+    open_causal_lm(tmp_path).load()
+    assert "not used" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_few_bits_that_the_config_does_not_tell_of_are_refused(tmp_path, kind, dtype):
+    save(tmp_path, kind, shard="1GB")  # they would be taken for weights, nearly all of them zero
+
+    def cast(tensors):
+        return {n: t.to(dtype) if n.endswith("gate_proj.weight") else t for n, t in tensors.items()}
+
+    edit_files(tmp_path, cast)
+    with pytest.raises(ConfigError, match=r"config does not say how: .*gate_proj\.weight"):
+        open_causal_lm(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_named_when_the_model_is_wrapped(tmp_path):
+    model = save(tmp_path, "llama")
+    bad = "model.layers.0.mlp.up_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(bad)[0, 0] = torch.nan
+    with pytest.raises(ModelError, match=f"1 of its weights are not finite: {bad}"):
+        causal_lm_spec(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": "64"}, "hidden_size"),  # announced in one line, told in the next
+        ({"hidden_size": 66}, "66"),
+        ({"dtype": "float8_e4m3fn"}, r"float8_e4m3fn"),
+    ],
+)
+def test_a_config_that_is_refused_is_so_in_two_lines_that_say_why(tmp_path, fields, words):
+    save(tmp_path, "llama")
+    edit_config(tmp_path, **fields)
+    with pytest.raises(ConfigError, match=words) as raised:
+        open_causal_lm(tmp_path)
+    told, hint = str(raised.value).split("\n")
+    assert not told.endswith(":")
+    assert hint.startswith("hint: ")
 
 
 def test_no_folder_and_no_id_is_refused():
@@ -398,6 +455,39 @@ def test_a_cache_that_cannot_be_written_is_refused(saved, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be kept here.*\nhint: cache_folder=FOLDER"):
         open_causal_lm(folder).load_mapped(cache_folder=tmp_path / "file")
+
+
+def test_a_complete_cache_needs_no_room_on_the_disk(saved, tmp_path, monkeypatch):
+    folder, _ = saved("llama")
+    open_causal_lm(folder).load_mapped(cache_folder=tmp_path / "cache")
+
+    class Usage:
+        free = 0
+
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: Usage)
+    loaded = open_causal_lm(folder).load_mapped(cache_folder=tmp_path / "cache")
+    assert same_state(plain(folder), loaded.model)
+
+
+def test_a_complete_cache_may_be_on_a_disk_that_can_only_be_read(saved, tmp_path, monkeypatch):
+    folder, _ = saved("llama")
+    open_causal_lm(folder).load_mapped(cache_folder=tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    may_open = Path.open
+
+    def read_only(path, mode="r", *args, **kwargs):
+        if tmp_path in path.parents and set(mode) & set("wax+"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return may_open(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    loaded = open_causal_lm(folder).load_mapped(cache_folder=tmp_path / "cache")
+    assert same_state(plain(folder), loaded.model)
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == before
+    files_of(tmp_path / "cache")[0].unlink()
+    with pytest.raises(ConfigError, match=r"\nhint: cache_folder=FOLDER"):
+        open_causal_lm(folder).load_mapped(cache_folder=tmp_path / "cache")
 
 
 def test_a_cache_folder_says_what_it_holds(saved, tmp_path, caplog):

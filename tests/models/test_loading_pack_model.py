@@ -19,7 +19,7 @@ def test_it_is_packed_as_files_are(tmp_path, kind):
     loaded = open_causal_lm(tmp_path, quantization="nf4").load()
     model = open_causal_lm(tmp_path).load().model
     bases = pack_model(model)
-    expected = {n: p for n, p in packed_by_name(loaded.model, loaded.bases).items()}
+    expected = packed_by_name(loaded.model, loaded.bases)
     found = packed_by_name(model, bases)
     assert len(bases) == 2
     assert found.keys() == expected.keys()

@@ -16,6 +16,7 @@ from roundpipe.plan.partition import (
     forward_stages,
     front,
     fused_choices,
+    layer_by_layer,
     partition_for,
 )
 from roundpipe.plan.schedule import Phase
@@ -164,6 +165,16 @@ def test_a_limit_that_was_added_up_in_floats_means_its_sum() -> None:
     costs = chain([(0.1, 0.2)] * 4)
     assert 3 * (Fraction(0.1) + Fraction(0.2)) > Fraction(0.9)
     assert partition_for(costs, 0.9).fused == range(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("trained_from", "backward"), [(0, (2, 1, 0)), (2, (2,)), (3, ()), (4, ())]
+)
+def test_layer_by_layer_goes_backward_as_far_as_anything_is_trained(trained_from, backward) -> None:
+    partition = layer_by_layer(chain([(1, 2)] * 4, trained_from=trained_from))
+    assert partition.forward == (range(1), range(1, 2), range(2, 3))
+    assert partition.fused == range(3, 4)
+    assert partition.backward == tuple(range(layer, layer + 1) for layer in backward)
 
 
 def test_no_limit_gives_one_stage() -> None:

@@ -158,11 +158,11 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def total_loss(losses: Sequence[Tensor | None]) -> Tensor:
-    """The sum of the microbatches' losses, in their order."""
+    """The sum of the microbatches' losses, in their order; see `microbatch.joined` on its memory."""
     total = None
     for loss in losses:
         assert loss is not None
-        total = loss if total is None else total + loss
+        total = loss.clone() if total is None else total + loss
     assert total is not None
     return total
 

@@ -260,13 +260,16 @@ class Engine:
     def close(self) -> None:
         """Finish what is under way, unless it hangs, and give the devices' memory back.
 
+        Host memory too that a pool would go on locking, unless something hangs that copies there.
         The pool is its owner's to close.
         """
         if not self._is_told and self._settle(patient=False):
             self._recover()
+            for model in self.models:
+                model.staging.close()
+            self._partials.clear()
         for model in self.models:
             model.close()
-        self._partials.clear()
 
     def _bring_results(self, run: Run) -> None:
         """Set ``run.ready`` when all results have come down."""

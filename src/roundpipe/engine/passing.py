@@ -99,6 +99,12 @@ class PassingBlocks:
         """Whether ``tensor`` lies in one of the blocks."""
         return tensor.untyped_storage().data_ptr() in self._held
 
+    def clear(self) -> None:
+        """Give free blocks back; those that are held go when they come back."""
+        with self._lock:
+            self._collect()
+            self._free.clear()
+
     def _take(self, num_bytes: int) -> tuple[Tensor, Sequence[Event]]:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu"), ()

@@ -173,6 +173,12 @@ class Staging:
             landing.wait()
         self._open.clear()
 
+    def close(self) -> None:
+        """Give the blocks back; nothing is under way."""
+        self._rings.clear()
+        self._open.clear()
+        self._passing.clear()
+
     # ---- activations: trees of any tensors, to memory that is theirs while they pass
 
     def bring_up(self, tree: Any, sizes: list[int]) -> Any:

@@ -111,6 +111,19 @@ def _leave_out_routed(lora: LoraConfig, model: nn.Module) -> None:
         lora.target_modules = read.target_modules
 
 
+def refuse_packed(model: nn.Module) -> None:
+    """Raise ConfigError for a module that is trained whole and has weights in 4 bits.
+
+    ``model`` has stand-ins for such weights: what peft made of one is a copy of no number.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.detach().flatten()[:1].isnan().any():
+            raise ConfigError(
+                f"modules_to_save: weights in 4 bits cannot be trained: {name}\n"
+                "hint: name modules outside the blocks, or finetuning_type=lora"
+            )
+
+
 def _plain(names: Any) -> Any:
     """Lists for tuples: peft writes them to JSON and compares them with lists."""
     return list(names) if isinstance(names, (tuple, set, frozenset)) else names

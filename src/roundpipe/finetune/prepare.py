@@ -13,7 +13,13 @@ from roundpipe.device.host_memory import host_memory
 from roundpipe.device.resolve import resolve_devices
 from roundpipe.device.survey import Place, survey_devices
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.adapters import ParameterCounts, add_adapter, count_parameters, short_count
+from roundpipe.finetune.adapters import (
+    ParameterCounts,
+    add_adapter,
+    count_parameters,
+    refuse_packed,
+    short_count,
+)
 from roundpipe.finetune.base_model import load_base
 from roundpipe.finetune.data import Dataset, load_dataset, marked_sample
 from roundpipe.finetune.forecast import check_host, job_of
@@ -35,6 +41,8 @@ if TYPE_CHECKING:
     from roundpipe.plan.machine import Machine
 
 logger = logging.getLogger(__name__)
+
+_SMALL = 64  # times a GGUF file: more than its training takes
 
 
 @dataclass(frozen=True)
@@ -107,13 +115,16 @@ def prepare(
         dataset = _read_data(config, tokenizer, terminal)
         machine = survey_devices(devices, place=Place(folder=Path(config.output_dir)))
         wish = _wish(config, dataset)
-        with terminal.waiting("counting the model"):
-            _check_host(wish, machine, environment or {})
+        if not _is_small(source, machine):
+            with terminal.waiting("counting the model"):
+                _check_host(wish, machine, environment or {})
         dtype = job_of(wish, machine).dtype
         base = _load(config, source, DTYPES[dtype], terminal)
         model = base.model
         if config.finetuning_type != "full":
             model = add_adapter(model, config, source, seed=config.seed)
+            if base.is_packed:
+                refuse_packed(model)
         job = Job(
             config=config,
             source=source,
@@ -147,6 +158,17 @@ def _wish(config: TrainConfig, dataset: Dataset) -> Wish:
         config=config.model_copy(update={"max_length": length}),
         method=method_of(config.finetuning_type, config),
     )
+
+
+def _is_small(source: ModelSource, machine: Machine) -> bool:
+    """Whether a GGUF file is small: to read its config alone takes seconds.
+
+    A weight has half a byte there at least, and takes 18 in training at most.
+    """
+    if source.gguf_file is None:
+        return False
+    file = Path(source.location, source.gguf_file)
+    return file.stat().st_size * _SMALL < machine.host.memory_bytes
 
 
 def _check_host(wish: Wish, machine: Machine, environment: Mapping[str, str]) -> None:

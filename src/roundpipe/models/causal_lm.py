@@ -136,9 +136,26 @@ def _check_chain(
         if not isinstance(plain, Tensor) or not isinstance(ours, Tensor):
             raise refuse(split.root, f"its output has no {key}")
         if not torch.equal(plain, ours):
+            if plain.isnan().any():
+                raise _not_numbers(split.root, key, packed)
             difference = (plain - ours).abs().max().item()
             raise refuse(split.root, f"the {key} of the chain differ by {difference:.3g}")
     return before, _loss_takes_num_items(shell, before, inputs, boundary.loss)
+
+
+def _not_numbers(root: nn.Module, key: str, packed: Mapping[Tensor, PackedTensor]) -> ModelError:
+    """Make the error for a model whose own logits are NaN, naming weights that are to blame."""
+    bad = [
+        name
+        for name, tensor in root.named_parameters()
+        if tensor.is_floating_point() and tensor not in packed and not tensor.isfinite().all()
+    ]
+    where = f": {', '.join(bad[:3])}" if bad else ""
+    return ModelError(
+        f"the {key} of {type(root).__name__} on a tiny input are not numbers; {len(bad)} of its "
+        f"weights are not finite{where}\n"
+        "hint: fetch the weights again, or load them in bfloat16 or float32"
+    )
 
 
 def _loss_takes_num_items(suffix: TreeShell, hidden: Any, inputs: Inputs, mean: Tensor) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import torch
+
 from roundpipe.models.sequential import sequential_spec
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ def spec_for(module: nn.Module, packed: Mapping[Tensor, PackedTensor] | None = N
     if _is_causal_lm(module):
         from roundpipe.models.causal_lm import causal_lm_spec  # noqa: PLC0415 (imports late)
 
-        return causal_lm_spec(module, packed)
+        with torch.device("cpu"):  # where the model is, whatever the caller's default device is
+            return causal_lm_spec(module, packed)
     return sequential_spec(module)
 
 

@@ -34,10 +34,10 @@ class Setting:
     ``most_fused``: top layers that may be set apart to run without recompute; None: as many as
     fit. ``longest``: seconds that a stage of several layers may take of one microbatch, where
     ``costs`` do not say what activations take; ``by_layer``: every stage is one layer, where memory
-    is scarce besides (except ``gpipe``'s, which are one a device). ``speeds``: of the devices, relative to the one that
-    ``costs`` are of; by default all 1. ``hop_seconds``: how long a boundary is on its way from
-    device to device; None: by its bytes and the links. ``copy_seconds_per_byte``: what copies take
-    from a device's compute.
+    is scarce besides (except ``gpipe``'s, which are one a device). ``speeds``: of the devices,
+    relative to the one that ``costs`` are of; by default all 1. ``hop_seconds``: how long a
+    boundary is on its way from device to device; None: by its bytes and the links.
+    ``copy_seconds_per_byte``: what copies take from a device's compute.
     """
 
     costs: Costs

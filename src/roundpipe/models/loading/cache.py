@@ -9,6 +9,7 @@ file is complete or absent, so a repack that was broken off goes on where it end
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -62,32 +63,46 @@ def require_space(folder: Path, num_bytes: int) -> None:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write, for people, what the folder holds; nothing reads it back."""
+    """Write, for people, what the folder holds; nothing reads it back.
+
+    Raises ConfigError where it cannot be written.
+    """
     text = json.dumps(content, indent=1) + "\n"
     path = folder / "manifest.json"
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+    try:
+        if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _not_here(folder, error) from error
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Hold the folder, waiting while another process repacks there; clear what it broke off.
 
-    Raises ConfigError where the folder cannot be made.
+    A folder that is there and cannot be written, as on a disk that many machines read, needs no
+    holding. Raises ConfigError where the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(
-            f"segment files cannot be kept here: {folder}: {error}\nhint: cache_folder=FOLDER"
-        ) from error
+        if error.errno in (errno.EROFS, errno.EACCES) and folder.is_dir():
+            yield
+            return
+        raise _not_here(folder, error) from error
     with file:
         _lock(file)
         for part in folder.glob("*.part"):
             with suppress(OSError):
                 part.unlink()
         yield
+
+
+def _not_here(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"segment files cannot be kept here: {folder}: {error}\nhint: cache_folder=FOLDER"
+    )
 
 
 def _lock(file: Any) -> None:

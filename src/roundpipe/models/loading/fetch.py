@@ -43,9 +43,8 @@ def fetch(name_or_path: str | Path, revision: str | None = None) -> Path:
             "hint: give a folder that exists, or an id such as owner/name"
         ) from error
     except Exception as error:  # of httpx, huggingface_hub, the file system
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"cannot fetch the model: {name_or_path}: {type(error).__name__}: {first}\n"
+            f"cannot fetch the model: {name_or_path}: {type(error).__name__}: {reason(error)}\n"
             "hint: check the spelling and the network, log in with: hf auth login; or give a folder"
         ) from error
 
@@ -62,9 +61,8 @@ def read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a validator of one of 400 classes raises
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"its config cannot be read: {folder / 'config.json'}: {first}\n"
+            f"its config cannot be read: {folder / 'config.json'}: {reason(error)}\n"
             "hint: files that bring code of their own are never run; update transformers"
         ) from error
 
@@ -80,6 +78,13 @@ def choose_dtype(asked: str | torch.dtype, config: Any, shards: Shards) -> torch
     if isinstance(found, str):
         found = getattr(torch, found, None)
     if found not in _SIXTEEN_OR_MORE:
-        raise ConfigError(f"dtype: not one to load a model in: {asked}\nhint: dtype=bfloat16")
+        told = asked if found is None else found
+        raise ConfigError(f"dtype: not one to load a model in: {told}\nhint: dtype=bfloat16")
     dtype: torch.dtype = found
     return dtype
+
+
+def reason(error: Exception) -> str:
+    """The first line of what another library says, and the second where the first announces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

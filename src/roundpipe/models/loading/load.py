@@ -21,7 +21,7 @@ from torch import nn
 from roundpipe.device.host_memory import host_memory
 from roundpipe.errors import ConfigError
 from roundpipe.models.loading import cache
-from roundpipe.models.loading.fetch import choose_dtype, fetch, read_config
+from roundpipe.models.loading.fetch import choose_dtype, fetch, read_config, reason
 from roundpipe.models.loading.fill import Count, Wanted, fill_layer, layout_of, packed_names
 from roundpipe.models.loading.formats import as_weights
 from roundpipe.models.loading.recipes import Recipe, find_recipes
@@ -136,6 +136,8 @@ class OpenedModel:
         """Say what will be written, having looked whether the disk has room for it."""
         sizes = [layout_of(layer).num_bytes for _, layer in self._layers]
         absent = sum(size for i, size in enumerate(sizes) if not (folder / _file_name(i)).is_file())
+        if not absent:
+            return
         cache.require_space(folder, absent)
         content = {
             "made_from": str(self.folder),
@@ -148,8 +150,7 @@ class OpenedModel:
             ],
         }
         cache.write_manifest(folder, content)
-        if absent:
-            logger.info("writing %.1f GB of segment files, once, to: %s", absent / 1e9, folder)
+        logger.info("writing %.1f GB of segment files, once, to: %s", absent / 1e9, folder)
 
     def _hang(
         self,
@@ -214,7 +215,7 @@ def open_causal_lm(
         model = build(config, chosen, attn_implementation)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"the model cannot be built: {folder}: {type(error).__name__}: {error}\n"
+            f"the model cannot be built: {folder}: {type(error).__name__}: {reason(error)}\n"
             "hint: check its config.json; its code is never run, update transformers"
         ) from error
     recipes = find_recipes(model, stored, chosen)

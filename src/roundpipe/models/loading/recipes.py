@@ -13,6 +13,7 @@ own conversion, of one tensor at a time.
 from __future__ import annotations
 
 import logging
+import re
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 logger = logging.getLogger(__name__)
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # older files hold them
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,8 @@ def find_recipes(model: Any, stored: Mapping[str, Stored], dtype: torch.dtype) -
     by_target: dict[str, Recipe] = {}
     sources, unused = _matched(model, stored, expected)
     for name, (converter, found) in sources.items():
+        if dtypes[name].is_floating_point:
+            _require_floats(found)
         recipe = _recipe(model, name, converter, found, dtypes[name])
         for target, (shape, _) in recipe.targets.items():
             if target not in expected:
@@ -177,9 +183,30 @@ def find_recipes(model: Any, stored: Mapping[str, Stored], dtype: torch.dtype) -
                     "hint: the config and the weights are of different models"
                 )
             by_target[target] = recipe
-    if unused:
-        logger.info("%d weights of the files are not used: %s", len(unused), ", ".join(unused[:3]))
+    _tell_unused(model, unused)
     return Recipes(by_target, unused)
+
+
+def _require_floats(sources: Sequence[Source]) -> None:
+    """Raise ConfigError for numbers that stand for weights in a way that nothing tells of."""
+    for stored in (source.stored for source in sources):
+        dtype = getattr(stored, "dtype", None)  # none where it was told: see `as_weights`
+        if dtype is not None and dtype not in _FLOATS:
+            raise ConfigError(
+                f"weights in fewer bits, and the config does not say how: {stored.name}: {dtype}\n"
+                "hint: fetch config.json again, or load the model in 16 bits, as its authors "
+                "published it"
+            )
+
+
+def _tell_unused(model: Any, unused: Sequence[str]) -> None:
+    """Warn of weights that the model has no place for, but for what it computes by itself."""
+    known = [*_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    buffers = {name for name, _ in model.named_buffers()}
+    left = [name for name in unused if name not in buffers]
+    odd = [name for name in left if not any(re.search(each, name) for each in known)]
+    if odd:
+        logger.warning("%d weights of the files are not used: %s", len(odd), ", ".join(odd[:3]))
 
 
 def _matched(
