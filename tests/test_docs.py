@@ -157,9 +157,7 @@ def test_the_table_of_models_in_the_readme_has_every_model_and_method() -> None:
         r"^```text\n(?:·.*\n)*(1 × RTX 4090.*?)^```", readme, re.DOTALL | re.MULTILINE
     )
     _, _, heads, *rows = table.splitlines()
-    assert re.split(r" {3,}", heads.strip()) == [
-        text + (" (not yet)" if name == "qlora" else "") for name, text in METHODS.items()
-    ]
+    assert re.split(r" {3,}", heads.strip()) == list(METHODS.values())
     names = [row.split()[0] for row in rows[: len(MODELS)]]
     assert names == [model.split("/")[1] for model in MODELS]
 

@@ -118,3 +118,27 @@ def test_stages_by_hand_that_miss_a_layer_are_refused():
         config = RoundPipeRunConfig(execute_plan=ModelExecutePlan([range(3)], [range(4, 6)]))
         with torch.no_grad(), pytest.raises(PlanError, match="cover layers 0 to 6"):
             pipe(batch()[0], roundpipe_run_config=config)
+
+
+def test_stages_may_grow_from_one_step_to_the_next_with_the_same_bits():
+    """What a device computes with moves to larger memory: nothing goes on reading the old.
+
+    Ten visits, so that layer 0 begins the second step where it began the first.
+    """
+    small = ([range(2), *(range(at, at + 1) for at in (2, 3, 4))],
+             [range(at, at + 1) for at in (5, 4, 3, 2, 1, 0)])  # fmt: skip
+    large = ([range(3)], [range(3, 6), range(3)])
+    found = []
+    for stages in ((small, large), (large, large)):
+        with RoundPipe(chain(), devices="cpu") as pipe:
+            optimizer = AdamW(pipe.optim_parameters(), lr=0.1)
+            for forward, backward in stages:
+                plan = ModelExecutePlan()
+                plan.fwd_plan, plan.bwd_plan = forward, backward
+                config = RoundPipeRunConfig(execute_plan=plan, num_microbatch=2)
+                pipe.forward_backward(
+                    (batch(),), label=-batch(), loss_fn=mse_loss, run_config=config
+                )
+                pipe.step(optimizer)
+            found.append({name: value.clone() for name, value in pipe.state_dict().items()})
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())

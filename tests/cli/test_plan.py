@@ -70,7 +70,7 @@ def test_a_config_of_another_trainer_is_planned_and_translated(
     Path("their.yaml").write_text(
         "base_model: HuggingFaceTB/SmolLM2-135M\nadapter: qlora\nload_in_4bit: true\n"
         "sequence_len: 256\ngradient_accumulation_steps: 4\nmicro_batch_size: 1\n"
-        "gradient_checkpointing: true\n"
+        "gradient_checkpointing: true\nsample_packing: true\n"
     )
     assert plan("their.yaml", "machine=2x3060,32GB") == 0
     said = capsys.readouterr().out
@@ -78,7 +78,8 @@ def test_a_config_of_another_trainer_is_planned_and_translated(
     assert "· not needed here: gradient_checkpointing" in said
     assert "· batch_size: 8 (1 × 4 × 2 devices)" in said
     assert "SmolLM2-135M · QLoRA r=16" in said
-    assert "not yet: roundpipe train would refuse adapter: qlora, load_in_4bit: true" in said
+    assert "· load_in_4bit: true is finetuning_type: qlora" in said
+    assert "not yet: roundpipe train would refuse sample_packing: true" in said
 
 
 @pytest.mark.parametrize(

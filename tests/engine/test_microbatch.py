@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 from roundpipe.config import RoundPipeRunConfig
+from roundpipe.engine.call import total_loss
 from roundpipe.engine.microbatch import (
     DEFAULT_NUM_MICROBATCH,
     Cut,
@@ -116,10 +117,10 @@ def test_a_list_and_another_device_may_be_asked_for():
     packed = joined(outputs, RoundPipeRunConfig(merge_output=False))
     assert isinstance(packed, RoundPipePackedData)
     packed.synchronize()
-    assert all(one is other for one, other in zip(packed, outputs, strict=True))
+    assert all(one.equal(other) for one, other in zip(packed, outputs, strict=True))
     numbers, tensors = joined([(1, x) for x in outputs], RoundPipeRunConfig(merge_output=False))
     assert numbers == [1, 1]
-    assert all(one is other for one, other in zip(tensors, outputs, strict=True))
+    assert all(one.equal(other) for one, other in zip(tensors, outputs, strict=True))
     moved = joined([outputs[0], outputs[0]], RoundPipeRunConfig(output_device="meta"))
     assert moved.device.type == "meta"
     assert moved.shape == (4, 3)

@@ -82,13 +82,13 @@ def test_a_host_that_is_too_small_is_named_with_a_way_out() -> None:
 
 
 def test_a_device_that_is_too_small_has_no_pace() -> None:
-    made = found("1x3060,64GB", max_length=100_000).forecast
+    made = found("1x3060,1TB", max_length=4_000_000).forecast
     assert (made.fits, made.pace, made.limit) == (False, None, "device memory")
     assert made.needs[0].needs > made.needs[0].has
     words = made.hints[0].text
     assert words.startswith("max_length=")
-    assert found("1x3060,64GB", max_length=int(words.partition("=")[2])).forecast.fits
-    assert made.notes[-1] == "max_length 100,000 is beyond what the model was made for: 8,192"
+    assert found("1x3060,1TB", max_length=int(words.partition("=")[2])).forecast.fits
+    assert made.notes[-1] == "max_length 4,000,000 is beyond what the model was made for: 8,192"
 
 
 def test_a_disk_that_is_too_small_does_not_fit_either() -> None:

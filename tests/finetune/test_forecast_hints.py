@@ -83,7 +83,7 @@ def test_a_smaller_batch_helps_where_saved_inputs_do_not_fit(small: ModuleType) 
 
 
 def test_a_shorter_length_is_the_longest_that_fits(small: ModuleType) -> None:
-    case = small.small_case("1x3060,64GB", length=200_000)
+    case = small.small_case("1x3060,64GB", length=4_000_000)
     hints = fitting_hints(wish(case), case, ("device memory",), {})
     (length,) = [int(text.partition("=")[2]) for text in texts(hints) if "max_length" in text]
     assert case.least_device(size=1, length=length).total <= case.device_limit

@@ -10,6 +10,7 @@ from roundpipe.finetune import forecast
 from roundpipe.finetune import prepare as preparing
 from roundpipe.finetune.prepare import Job, prepare
 from roundpipe.finetune.terminal import Terminal
+from roundpipe.plan.machine_text import parse_machine
 
 
 def prepared(config: Any) -> tuple[Job, list[str]]:
@@ -45,6 +46,17 @@ def test_weights_are_fp32_on_the_cpu_unless_asked_otherwise(
     config_of: Any, dtype: str, expected: torch.dtype
 ) -> None:
     job, _ = prepared(config_of(dtype=dtype))
+    assert {p.dtype for p in job.model.parameters()} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"), [("1x2080ti,64GB", torch.float16), ("1x3060,64GB", torch.bfloat16)]
+)
+def test_weights_are_fp16_where_a_card_has_no_bf16(
+    config_of: Any, monkeypatch: pytest.MonkeyPatch, machine: str, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(preparing, "survey_devices", lambda *_, **__: parse_machine(machine))
+    job, _ = prepared(config_of())
     assert {p.dtype for p in job.model.parameters()} == {expected}
 
 
@@ -96,8 +108,8 @@ def test_a_run_that_host_memory_would_not_hold_ends_before_a_weight_is_read(
 
 
 def test_only_as_many_tokens_count_as_samples_have(config_of: Any) -> None:
-    # 2,048 tokens each would take some hundred megabytes
-    prepared(config_of(host_memory_limit="16MB", max_length=2048))
+    # 2,048 tokens each would take 15 MB
+    prepared(config_of(host_memory_limit="2MB", max_length=2048))
 
 
 def test_a_model_that_cannot_be_counted_is_loaded_all_the_same(

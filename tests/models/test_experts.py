@@ -376,6 +376,24 @@ def test_adapters_on_other_parameters_run_as_in_peft():
     assert torch.equal(as_shell(model)(hidden), model(hidden))
 
 
+def test_sums_of_adapters_are_made_anew_while_another_worker_makes_its_own():
+    """torch keeps such sums for all threads until none is inside."""
+    config = LoraConfig(target_modules=[], target_parameters=["router.weight"], r=4)
+    model = get_peft_model(Routed(), config)
+    shell, hidden = as_shell(model), torch.randn(5, HIDDEN)
+    with nn.utils.parametrize.cached():  # as the other worker's thread has it
+        with torch.no_grad():
+            shell(hidden)
+        for _ in range(2):  # a graph of its own each
+            shell(hidden).sum().backward()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.fill_(0.1)
+        ours = shell(hidden)
+    assert torch.equal(ours, model(hidden))
+    assert all(p.grad is not None for n, p in shell.named_parameters() if "lora" in n)
+
+
 def test_what_is_no_experts_is_left_alone():
     layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     before = copy.deepcopy(layer)

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -275,6 +276,17 @@ def test_weights_that_are_not_finite_are_named_when_the_model_is_wrapped(tmp_pat
         model.get_parameter(bad)[0, 0] = torch.nan
     with pytest.raises(ModelError, match=f"1 of its weights are not finite: {bad}"):
         causal_lm_spec(model)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_adapters_that_begin_with_values_of_4_bit_weights_are_refused_with_the_reason(saved):
+    folder, _ = saved("llama")
+    loaded = open_causal_lm(folder, quantization="nf4").load()
+    model = peft.get_peft_model(
+        loaded.model, peft.LoraConfig(target_modules=["q_proj"], use_dora=True)
+    )
+    with pytest.raises(ModelError, match=r"lora_magnitude_vector.*\nhint: adapters that begin"):
+        causal_lm_spec(model, packed_in(loaded.bases))
 
 
 @pytest.mark.parametrize(

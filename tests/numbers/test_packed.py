@@ -17,7 +17,6 @@ from torch import nn
 import roundpipe
 from roundpipe.device.fake import FakeDevice, Ledger
 from roundpipe.models.causal_lm import causal_lm_spec
-from roundpipe.models.choose import spec_for
 from roundpipe.models.packable import packable
 from roundpipe.models.sequential import sequential_spec
 from roundpipe.store.build import build_store
@@ -90,18 +89,11 @@ def packed_twins(model):
 
 
 @pytest.fixture
-def wrap_over(wrap, monkeypatch):
+def wrap_over(wrap):
     """``wrap_over(bases, model, …)``: a RoundPipe whose frozen weights lie in bases."""
 
     def make(bases, model, *args, **more):
-        values = packed_in(bases)
-
-        def store(*given, **settings):
-            return build_store(*given, **{**settings, "bases": list(bases)})
-
-        monkeypatch.setattr("roundpipe.roundpipe.spec_for", lambda m: spec_for(m, values))
-        monkeypatch.setattr("roundpipe.roundpipe.build_store", store)
-        return wrap(model, *args, **more)
+        return wrap(model, *args, bases=list(bases), **more)
 
     return make
 

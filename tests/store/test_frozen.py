@@ -190,6 +190,18 @@ def test_the_state_holds_unpacked_weights_and_what_cannot_be_written_is_refused_
         require_writable(model, layers, state)
 
 
+@pytest.mark.parametrize("let_go", [None, lambda _low, _high: None])
+def test_a_tensor_that_was_given_other_memory_has_its_new_values_in_the_slot(model, let_go):
+    base = base_of(in_file(model), packed=["file.up"], let_go=let_go)
+    old = base.segment.views["file.down"].clone()
+    model.down.data = model.down.data + 1  # as adapters do that take their first values out of it
+    (layer,) = build_store([tensors_of(model)], bases=[base])
+    assert torch.equal(fill_slot(layer)["down"], old + 1)
+    assert torch.equal(model.down, old + 1)
+    assert layer.held.names == ("norm", "up")
+    assert torch.equal(base.segment.views["file.down"], old)
+
+
 def test_a_mapped_base_is_never_written_to(model):
     base = base_of(in_file(model), let_go=lambda _low, _high: None)
     layers = build_store([tensors_of(model)], bases=[base])

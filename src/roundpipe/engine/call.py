@@ -158,7 +158,7 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def total_loss(losses: Sequence[Tensor | None]) -> Tensor:
-    """The sum of the microbatches' losses, in their order; see `microbatch.joined` on its memory."""
+    """The sum of the microbatches' losses, in their order, in memory of its own as in `joined`."""
     total = None
     for loss in losses:
         assert loss is not None

@@ -229,8 +229,7 @@ def joined(outputs: Sequence[Any], config: RoundPipeRunConfig) -> Any:
     a card that the caller has put on a stream holds nothing.
     """
     together = _together(outputs, config.merge_output)
-    leaves = pytree.tree_leaves(list(outputs))
-    ours = {id(leaf) for leaf in leaves}
+    ours = {id(leaf) for leaf in pytree.tree_leaves(list(outputs))}
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, RoundPipePackedData):

@@ -151,10 +151,16 @@ def _not_numbers(root: nn.Module, key: str, packed: Mapping[Tensor, PackedTensor
         if tensor.is_floating_point() and tensor not in packed and not tensor.isfinite().all()
     ]
     where = f": {', '.join(bad[:3])}" if bad else ""
+    hint = "fetch the weights again, or load them in bfloat16 or float32"
+    if packed:
+        hint = (
+            "adapters that begin with the values of weights (DoRA, PiSSA, OLoRA, modules_to_save) "
+            "cannot be made of weights in 4 bits"
+        )
     return ModelError(
         f"the {key} of {type(root).__name__} on a tiny input are not numbers; {len(bad)} of its "
         f"weights are not finite{where}\n"
-        "hint: fetch the weights again, or load them in bfloat16 or float32"
+        f"hint: {hint}"
     )
 
 

@@ -23,15 +23,18 @@ take, weights in 8 bits) keeps running the way of transformers and peft.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from roundpipe.models.grouped import Experts, Factors, Stack, is_alignable, tokens_in_piece
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class Wrapper(Protocol):
     scaling: Mapping[str, float]
     lora_A: Mapping[str, nn.Linear]  # noqa: N815 (peft's names)
     lora_B: Mapping[str, nn.Linear]  # noqa: N815
+    _activate_lora: Callable[[list[str]], AbstractContextManager[None]]
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -73,6 +77,9 @@ def run_grouped(modules: Iterable[nn.Module]) -> None:
             for wrapper in wrappers:
                 _pass_on(wrapper)
             _take_over(experts, wrappers)
+        else:
+            for wrapper in wrappers:
+                _sum_anew(wrapper, experts)
 
 
 def tell_slow_experts(root: nn.Module) -> None:
@@ -151,6 +158,27 @@ def _can_be_cut(experts: Any) -> bool:
     return not experts.has_post_expert_norm and not any(
         parameter.requires_grad for parameter in experts.parameters()
     )
+
+
+def _sum_anew(wrapper: Wrapper, inside: nn.Module) -> None:
+    """Let peft add adapters to weights once for each forward of a shell, whatever others do.
+
+    It keeps the sum in torch's cache of parametrizations, one for all threads, which is emptied
+    when nobody is inside (torch 2.13). While another device's worker is, a forward would find the
+    sum of the one before: of older weights, without gradient, or of a graph that is gone.
+    """
+    activate, key = wrapper._activate_lora, (id(inside), wrapper.parameter_name)
+
+    @contextmanager
+    def alone(active_adapters: list[str]) -> Iterator[None]:
+        parametrize._cache.pop(key, None)
+        try:
+            with activate(active_adapters):
+                yield
+        finally:
+            parametrize._cache.pop(key, None)
+
+    wrapper.__dict__["_activate_lora"] = alone
 
 
 def _pass_on(wrapper: Wrapper) -> None:

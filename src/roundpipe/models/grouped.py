@@ -19,7 +19,7 @@ weights: W + A B for all experts would be as large as W, and so would be its gra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -231,11 +231,6 @@ class Experts:
         if self.finish is not None:
             rows = self.finish(rows)
         return routing.unsorted(rows * routing.weights(weights)).sum(dim=1)
-
-    def with_weights(self, up: Tensor, down: Tensor) -> Experts:
-        """The same with other stacks."""
-        stacks = replace(self.up, weight=up), replace(self.down, weight=down)
-        return replace(self, up=stacks[0], down=stacks[1])
 
     def holding(self, tensors: Sequence[Any]) -> Experts:
         """The same of other tensors: those of ``up``, then those of ``down``."""

@@ -89,10 +89,14 @@ class Stored(NamedTuple):
 
 
 class Holding:
-    """What one layer keeps in a base, by the layer's names."""
+    """What one layer keeps in a base, by the layer's names.
+
+    A tensor that was given other memory since (``parameter.data = …``; adapters that take their
+    first values out of the weights do so) is not kept: it is an ordinary one.
+    """
 
     def __init__(self, base: Base, tensors: Mapping[str, Tensor]) -> None:
-        entries = {id(tensor): entry for entry, tensor in base.tensors.items()}
+        entries = {id(t): entry for entry, t in base.tensors.items() if _is_there(base, entry)}
         self.base = base
         self._entries = {n: entries[id(t)] for n, t in tensors.items() if id(t) in entries}
         self.packed = {
@@ -140,6 +144,15 @@ class Holding:
 
     def _offset(self, item: tuple[str, str]) -> int:
         return self.base.segment.layout.by_name[item[1]].offset
+
+
+def _is_there(base: Base, entry: str) -> bool:
+    """Whether a tensor still lies where its base has it."""
+    if entry in base.packed:
+        return True
+    tensor, view = base.tensors[entry], base.segment.views[entry]
+    place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    return place == (view.data_ptr(), view.dtype, view.shape, view.stride())
 
 
 def pieces(stored: Sequence[Stored], places: Mapping[str, Slice]) -> Iterator[UploadPiece]:
