@@ -23,6 +23,7 @@ def test_inside_an_optimizer_context_parameters_are_the_masters(wrapped):
             pass
         inside = list(wrapped.parameters())
         named = dict(wrapped.named_parameters())
+        assert next(iter(wrapped.named_parameters("a")))[0] == "a.0.weight"
     assert all(one is other for one, other in zip(inside, masters, strict=True))
     assert named.keys() == dict(wrapped.named_parameters()).keys()
     assert {p.dtype for p in inside} == {torch.float32}

@@ -40,7 +40,8 @@ class Stored(Wrapped):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The working weights by the model's own names; in an ``OptimizerCtx`` the masters."""
         if wants_masters():
-            return self.optim_named_parameters()
+            prefix = kwargs.get("prefix", args[0] if args else "")
+            return self.optim_named_parameters(prefix)
         return super().named_parameters(*args, **kwargs)
 
     def gradients(self) -> dict[str, Tensor]:
