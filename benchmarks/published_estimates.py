@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from bisect import bisect_right
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner_choice import LORA_RANK, SAMPLES, published
@@ -74,15 +75,27 @@ def speeds(name: str, of: Costs) -> Iterator[tuple[Job, float]]:
 def longest(found: Profile, limit: int, *, head: str) -> int:
     """Thousand tokens of the longest sequence in ``limit`` bytes of a device; 0: none fits.
 
-    ``head``: ``whole``, as a causal LM of transformers runs it: logits and their fp32 copies all at
-    once; ``pieces``: what is left of them are logits of the whole sequence, once, in 16 bits.
+    ``head``: ``chunks``, as it is run; ``whole``, as a causal LM of transformers runs it by itself:
+    logits and their fp32 copies all at once; ``pieces``: what is left of them are logits of the
+    whole sequence, once, in 16 bits.
     """
+    if head != "chunks":
+        found = all_at_once(found)
 
     def is_too_long(thousand: int) -> bool:
         of = estimated(found, length=thousand * THOUSAND)
         return max(needs(of, thousand * THOUSAND, head=head)) > limit
 
     return bisect_right(range(1, _LONGEST + 1), x=False, key=is_too_long)
+
+
+def all_at_once(found: Profile) -> Profile:
+    """The same without what changes for many tokens: no layer runs in pieces."""
+    regimes = [
+        replace(each, kinds=tuple(replace(kind, beyond=None) for kind in each.kinds))
+        for each in found.regimes
+    ]
+    return replace(found, regimes=tuple(regimes))
 
 
 def needs(of: Costs, length: int, *, head: str) -> Iterator[int]:
@@ -92,7 +105,7 @@ def needs(of: Costs, length: int, *, head: str) -> Iterator[int]:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             yield stage_bytes(of, range(layer, layer + 1), phase)
     top = range(last, last + 1)
-    if head == "whole":
+    if head in ("chunks", "whole"):
         yield stage_bytes(of, top, Phase.FUSED)
     else:
         hidden = of.layers[last].boundary_bytes // (2 * length)
@@ -128,13 +141,15 @@ def lengths_table() -> Iterator[str]:
     """Thousand tokens that fit one sequence a microbatch, beside published ones."""
     given = published()["max_sequence_length_k_tokens_8x4090"]
     limit = card_named("4090").usable_bytes
-    yield "| model | published | head in pieces | whole head | published, another offloader |"
-    yield "|---|---|---|---|---|"
+    yield "| model | ours | published | head in pieces | whole head | published, another offloader |"
+    yield "|---|---|---|---|---|---|"
     for at, name in enumerate(given["order"]):
         found = counted(name)
-        pieces, whole = (longest(found, limit, head=head) for head in ("pieces", "whole"))
+        ours, pieces, whole = (
+            longest(found, limit, head=head) for head in ("chunks", "pieces", "whole")
+        )
         yield (
-            f"| {name} | {given['roundpipe'][at]}k | {pieces}k | {whole}k "
+            f"| {name} | {ours}k | {given['roundpipe'][at]}k | {pieces}k | {whole}k "
             f"| {given['mobius'][at] or '–'}k |"
         )
 
