@@ -141,7 +141,7 @@ def lengths_table() -> Iterator[str]:
     """Thousand tokens that fit one sequence a microbatch, beside published ones."""
     given = published()["max_sequence_length_k_tokens_8x4090"]
     limit = card_named("4090").usable_bytes
-    yield "| model | ours | published | head in pieces | whole head | published, another offloader |"
+    yield "| model | ours | published | head in pieces | whole head | another offloader |"
     yield "|---|---|---|---|---|---|"
     for at, name in enumerate(given["order"]):
         found = counted(name)

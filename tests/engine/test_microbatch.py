@@ -179,7 +179,10 @@ def test_rules_that_do_not_cut_a_call_are_refused(cut, match):
         split((torch.arange(4),), {}, 1, cut)
 
 
-@pytest.mark.parametrize("how", [None, False, lambda outputs: outputs[0]], ids=["merged", "packed", "own"])
+CALLERS = {"merged": None, "packed": False, "own": lambda outputs: outputs[0]}
+
+
+@pytest.mark.parametrize("how", CALLERS.values(), ids=CALLERS)
 def test_what_a_caller_gets_does_not_lie_where_the_next_call_writes(how):
     """A caller may let go of it while a card still copies from it."""
     output = {"logits": torch.ones(2, 3), "loss": torch.tensor(2.0)}
