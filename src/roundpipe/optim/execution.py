@@ -58,7 +58,7 @@ def update_in_one_pass_(operands: Operands, numbers: Numbers, compiled: Kernel |
     The gradient is left as it is. All memory is allocated before the first write. Parameters and
     working weights that are not contiguous are updated in a copy and written back.
     """
-    o, out, threads = operands, operands.out, torch.get_num_threads()
+    o, out = operands, operands.out
     whole = replace(
         o,
         param=o.param.contiguous(),
@@ -66,10 +66,9 @@ def update_in_one_pass_(operands: Operands, numbers: Numbers, compiled: Kernel |
         out=None if out is None else out.contiguous(),
     )
     if compiled is not None and compiled.can_run(whole):
-        compiled.update_(whole, numbers, threads=threads)
+        compiled.update_(whole, numbers, threads=torch.get_num_threads())
     else:
-        on_host = all(tensor.device.type == "cpu" for tensor in whole.tensors())
-        update_in_chunks_(whole, numbers, threads=threads if on_host else 1)
+        update_in_chunks_(whole, numbers)
     if whole.param is not o.param:
         o.param.copy_(whole.param)
     if out is not None and whole.out is not None and whole.out is not out:
