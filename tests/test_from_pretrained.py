@@ -118,3 +118,14 @@ def test_weights_and_adapters_lie_on_the_host_whatever_the_default_device_is(fol
         assert {tensor.device.type for tensor in ours.model.state_dict().values()} == {"cpu"}
     with pytest.raises(ConfigError, match="mapped must be"):
         roundpipe.RoundPipe.from_pretrained(folder, mapped="yes", devices="cpu")
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
+def test_adapters_that_read_the_base_are_refused_over_packed_weights(folder, settings):
+    from peft import LoraConfig
+
+    apart = LoraConfig(r=4, target_modules=["q_proj"], **settings)
+    with pytest.raises(ConfigError, match="take the base weights apart"):
+        roundpipe.RoundPipe.from_pretrained(
+            folder, quantization="nf4", peft_config=apart, devices="cpu"
+        )

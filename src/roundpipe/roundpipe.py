@@ -159,6 +159,8 @@ class RoundPipe(Calling):
 
         if mapped not in (True, False, "auto"):
             raise ConfigError(f"mapped must be True, False or 'auto': {mapped!r}")
+        if quantization is not None:
+            _require_whole_base(peft_config)
         with torch.device("cpu"):  # whatever the caller's default device is
             opened = open_causal_lm(
                 name_or_path,
@@ -283,6 +285,18 @@ class RoundPipe(Calling):
     def timeline(self) -> Timeline:
         """What ran when, of the training calls that are still remembered."""
         return self._chain.timeline()
+
+
+def _require_whole_base(peft_config: Any) -> None:
+    """Raise ConfigError for adapters that begin with the values of weights that are packed."""
+    start = getattr(peft_config, "init_lora_weights", True)
+    takes_apart = isinstance(start, str) and start not in ("gaussian", "orthogonal")
+    if takes_apart or getattr(peft_config, "use_dora", False):
+        what = f"init_lora_weights={start!r}" if takes_apart else "use_dora=True"
+        raise ConfigError(
+            f"adapters that take the base weights apart cannot start from 4-bit ones: {what}\n"
+            "hint: leave it out, or quantization=None"
+        )
 
 
 def _require(model: nn.Module, pool: DevicePool | None, **words: str) -> None:
