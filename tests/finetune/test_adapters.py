@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import multimodal_cases
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from roundpipe.errors import ConfigError
@@ -164,3 +165,20 @@ def test_what_is_excluded_by_the_user_and_modules_that_are_named_stay(
 def test_a_dense_model_excludes_nothing(tiny: ModuleType, config_of: Any) -> None:
     wrapped = add_adapter(tiny.tiny_model(), config_of(), FOLDER, seed=1)
     assert wrapped.peft_config["default"].exclude_modules is None
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "fc1"]])
+@pytest.mark.parametrize("excluded", [None, ".*o_proj"])
+def test_adapters_are_on_what_text_reaches_alone(
+    config_of: Any, targets: Any, excluded: str | None
+) -> None:
+    model = multimodal_cases.model("gemma3")
+    more = {"peft": {"exclude_modules": excluded}} if excluded else {}
+    config = config_of(target_modules=targets, **more)
+    wrapped = add_adapter(model, config, FOLDER, seed=1)
+    adapted = {n for n, _ in wrapped.named_parameters() if ".lora_A." in n}
+    assert adapted
+    assert all(".language_model.layers." in name for name in adapted)
+    assert any("o_proj" in name for name in adapted) == (
+        targets == "all-linear" and excluded is None
+    )

@@ -1,4 +1,5 @@
 import json
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe.finetune.adapters import add_adapter
 from roundpipe.finetune.model import quiet_transformers
-from roundpipe.finetune.output import save_result, with_own_storage
+from roundpipe.finetune.output import save_result
 from roundpipe.finetune.source import locate_model
 
 # peft 0.21 asks transformers 5.24 for a name that is about to go
@@ -73,17 +74,41 @@ def test_views_of_one_buffer_save_and_reload_as_the_same_model(
     assert ("lm_head.weight" in names) != tied
 
 
-def test_saving_a_model_copies_no_weight(
-    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class AskedOnce(dict[str, torch.Tensor]):
+    """Weights that are made when they are asked for, and say how many are alive at once."""
+
+    alive = most = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        made = super().__getitem__(name).clone()
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made.untyped_storage(), self._gone)
+        return made
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+def test_no_more_than_a_block_s_weights_are_in_memory_at_a_time(
+    tiny: ModuleType, tmp_path: Path
 ) -> None:
     model = tiny.tiny_model()
-    newest = as_views_of_one_buffer(model.state_dict())
-    given: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(model, "save_pretrained", lambda _, state_dict: given.update(state_dict))
+    newest = AskedOnce(model.state_dict())
     save_result(tmp_path, model, newest, tiny.tiny_tokenizer())
-    for name, tensor in given.items():
-        assert tensor.data_ptr() == newest[name].data_ptr()
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # else transformers copies it
+    of_a_block = sum(1 for _ in model.model.layers[0].parameters())
+    assert 1 < newest.most <= of_a_block + 1
+
+
+def test_what_prepares_images_comes_along_with_a_whole_model(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    (base / "preprocessor_config.json").write_text('{"size": 8}')
+    model = tiny.tiny_model()
+    save_result(folder, model, model.state_dict(), tiny.tiny_tokenizer(), base_folder=base)
+    assert (folder / "preprocessor_config.json").read_text() == '{"size": 8}'
 
 
 def test_the_model_itself_is_not_changed_by_saving(tiny: ModuleType, tmp_path: Path) -> None:
@@ -154,16 +179,3 @@ def test_tokenizer_and_template_are_those_that_were_trained_with(
     assert (loaded.eos_token, loaded.pad_token) == (tokenizer.eos_token, tokenizer.pad_token)
     assert (tmp_path / "chat_template.jinja").read_text() == tiny.TEMPLATE
     assert (tmp_path / "generation_config.json").exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_a_view_gets_a_storage_of_its_own_over_the_same_memory(dtype: torch.dtype) -> None:
-    buffer = torch.arange(64, dtype=torch.float32).to(dtype)
-    view = buffer[8:24].view(4, 4)
-    alone = with_own_storage(view)
-    assert torch.equal(alone, view)
-    assert alone.data_ptr() == view.data_ptr()
-    assert alone.untyped_storage().nbytes() == view.nbytes
-    assert with_own_storage(view.t()).is_contiguous()
-    assert with_own_storage(buffer[0]).shape == ()
-    assert with_own_storage(buffer[:0]).shape == (0,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from roundpipe.models.spec import Inputs
 
@@ -21,6 +22,11 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def as_leaf(tensor):
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
 class Chain:
@@ -62,18 +68,19 @@ class Chain:
             entries.append(boundary)
             output = shell(boundary, inputs, context)
             exits.append(output)
-            if isinstance(output, torch.Tensor):
-                boundary = output.detach()
-                if boundary.is_floating_point():
-                    boundary.requires_grad_(True)
+            boundary = pytree.tree_map_only(torch.Tensor, as_leaf, output)
         loss = loss_of(output)
-        exits[-1], gradient = loss, None
+        exits[-1], gradients = loss, [None]
         for entry, result, shell in zip(
             reversed(entries), reversed(exits), reversed(self.shells), strict=True
         ):
-            if result.requires_grad:
-                result.backward(gradient)
-            gradient = None if entry is None else entry.grad
+            tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            pairs = zip(tensors, gradients, strict=True)
+            known = [(t, g) for t, g in pairs if t.requires_grad and (g is not None or t is loss)]
+            if known:
+                torch.autograd.backward(*zip(*known, strict=True))
+            leaves = [t for t in pytree.tree_leaves(entry) if isinstance(t, torch.Tensor)]
+            gradients = [leaf.grad for leaf in leaves]
             self._collect(shell)
         return loss.detach()
 

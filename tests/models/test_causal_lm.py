@@ -95,6 +95,31 @@ def test_a_positional_input_is_passed_on(tiny, chain_of):
     assert torch.equal(chain_of(causal_lm_spec(model)).forward(Inputs((ids,))).logits, want)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_inputs_embeds_positions_and_logits_to_keep_go_to_the_models_own_forward(
+    kind, tiny, chain_of
+):
+    model = make(tiny, kind)
+    chain = chain_of(causal_lm_spec(model))
+    given = dict(tiny.inputs((9,))[0].kwargs)
+    positions = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0) * 2
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(given["input_ids"])
+    for more in (
+        {"input_ids": None, "inputs_embeds": embedded},
+        {"position_ids": positions},
+        {"labels": None, "logits_to_keep": 2},
+        {"labels": None, "logits_to_keep": torch.tensor([1, 4])},
+        {"shift_labels": given["labels"].roll(-1, 1)},
+    ):
+        kwargs = {**given, **more}
+        ours = chain.forward(Inputs((), kwargs))
+        with torch.no_grad():
+            plain = model(**kwargs, use_cache=False)
+        assert torch.equal(ours.logits, plain.logits), more.keys()
+        assert ours.loss is plain.loss is None or torch.equal(ours.loss, plain.loss)
+
+
 def test_in_bfloat16_and_in_training_mode_too(tiny, chain_of, plain):
     model = tiny.make("llama").to(torch.bfloat16).train()
     check_equal(model, tiny.inputs((9,)), chain_of, plain)
@@ -167,6 +192,20 @@ def test_lora_on_embedding_and_head_equals_the_plain_model(tiny, chain_of, plain
         layers_to_transform=None,
     )
     check_equal(model, tiny.inputs((9, 6)), chain_of, plain)
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+def test_whether_the_first_label_of_a_sequence_is_trained_is_found_out(prompted, tiny):
+    """Where tokens of a prompt stand before it, it is; a mean over tokens must count it then."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = tiny.make("llama")
+    if prompted:
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        model = get_peft_model(model, config).eval()
+    spec = causal_lm_spec(model)
+    assert spec.shifts_labels is not prompted
+    assert spec.takes_num_items
 
 
 def test_dropout_runs_in_the_shells_and_eval_reaches_them(tiny, chain_of):
@@ -265,27 +304,15 @@ def test_a_change_after_wrapping_is_told(tiny):
     assert spec.changed_since_wrapping() == "forward hook added to model.layers.1"
 
 
-@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
-def test_outputs_collected_inside_the_blocks_are_refused(flag, tiny, chain_of):
-    model = tiny.make("llama", attn_implementation="eager")
+def test_outputs_that_a_model_gathers_between_its_blocks_are_refused(tiny, chain_of):
+    model = make(tiny, "mamba")
     inputs = tiny.inputs((9,))[0]
     chain = chain_of(causal_lm_spec(model))
-    with pytest.raises(ModelError, match=f"{flag} is not supported yet"):
-        chain.forward(Inputs((), {**inputs.kwargs, flag: True}))
-    setattr(model.config, flag, True)
-    with pytest.raises(ModelError, match=f"{flag} is not supported yet"):
+    with pytest.raises(ModelError, match="output_hidden_states is not supported for a model that"):
+        chain.forward(Inputs((), {**inputs.kwargs, "output_hidden_states": True}))
+    model.config.output_hidden_states = True
+    with pytest.raises(ModelError, match="output_hidden_states is not supported for a model that"):
         causal_lm_spec(model)
-
-
-def test_rotary_tables_that_grow_with_the_length_are_refused_when_they_would(tiny, chain_of):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = tiny.make("llama", max_position_embeddings=16, rope_parameters=rope)
-    chain = chain_of(causal_lm_spec(model))
-    short, long = tiny.inputs((16, 17))
-    with torch.no_grad():
-        assert torch.equal(chain.forward(short).logits, model(**short.kwargs).logits)
-    with pytest.raises(ModelError, match=r"a buffer changed in forward: .*inv_freq"):
-        chain.forward(long)
 
 
 def test_an_argument_that_transformers_would_write_into_the_shared_config_is_refused(

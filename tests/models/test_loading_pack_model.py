@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.models.loading_cases import save
+from transformers.utils import logging as transformers_logging
 
 from roundpipe import RoundPipe
 from roundpipe.errors import ModelError
 from roundpipe.models.loading.load import open_causal_lm
 from roundpipe.models.loading.pack_model import pack_model
 from roundpipe.store.frozen import packed_in
+
+
+@pytest.fixture(autouse=True)
+def _no_bars():
+    """Bars run a thread that outlives a test."""
+    transformers_logging.disable_progress_bar()
+    yield
+    transformers_logging.enable_progress_bar()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

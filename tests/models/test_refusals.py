@@ -21,7 +21,6 @@ def with_own_class():
 
 
 CASES = {
-    "running statistics change in forward": lambda: nn.BatchNorm1d(3),
     "sparse gradients are not supported": lambda: nn.Embedding(4, 2, sparse=True),
     "a lazy module has no parameters yet": lambda: nn.LazyLinear(3),
     "on the meta device": lambda: nn.Linear(2, 2, device="meta"),
@@ -51,7 +50,9 @@ def test_parameters_on_a_device_are_refused_with_the_line_to_write():
         refuse_unsupported(module)
 
 
-def test_a_norm_without_running_statistics_is_legal():
+def test_norms_are_legal_with_and_without_running_statistics():
     refuse_unsupported(
-        nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.GroupNorm(1, 3))
+        nn.Sequential(
+            nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.GroupNorm(1, 3)
+        )
     )

@@ -159,6 +159,20 @@ def test_a_buffer_that_changes_in_forward_is_refused_by_name(in_place):
         call(shell, torch.ones(1))
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_whoever_keeps_its_buffers_is_told_which_changed_and_may_hang_others(in_place):
+    layer, shell = shell_of(Counter(in_place=in_place))
+    shell.bind(layer.tensors)
+    shell.hang({"count": torch.full((), 4.0)})
+    assert shell.changed() == []
+    assert shell.run(None, Inputs((torch.ones(1),)), None).item() == 5.0
+    assert shell.changed() == ["count"]
+    assert shell.buffers["count"].item() == 5.0
+    shell.bind(layer.tensors)
+    assert shell.changed() == []
+    assert layer.tensors["count"].item() == 0.0  # what was written to hung in its place
+
+
 def test_writing_into_the_memory_behind_a_buffer_is_no_change_of_the_buffer():
     class Scale(nn.Module):
         def __init__(self):

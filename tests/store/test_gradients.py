@@ -78,16 +78,20 @@ def test_fp64_adds_up_in_fp64():
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 300), st.sampled_from([torch.bfloat16, torch.float32])),
+        st.tuples(
+            st.integers(1, 300),
+            st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+        ),
         min_size=1,
         max_size=6,
     ),
     st.integers(1, 5),
 )
 def test_partial_sums_are_cast_a_chunk_at_a_time_and_not_a_tensor_at_a_time(entries, chunks):
+    dtypes = list(dict.fromkeys(dtype for _, dtype in entries))  # in whichever order they come
     named = sorted(
         ((f"p{at}", (size,), dtype) for at, (size, dtype) in enumerate(entries)),
-        key=lambda entry: entry[2].itemsize,
+        key=lambda entry: dtypes.index(entry[2]),
     )
     layout = Layout.of(named)
     wide, found = widened(layout), runs(layout)

@@ -7,6 +7,7 @@ fp32 masters of every trained weight, so that a second fp32 copy on the device w
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from roundpipe.finetune.peft_quietly import (
 )
 from roundpipe.models.estimate.method import ALL_LINEAR
 from roundpipe.models.routed import ROUTED, is_routed
+from roundpipe.models.text_only import other_parts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -59,6 +61,7 @@ def add_adapter(
     """
     lora = lora_config(config)
     _leave_out_routed(lora, model)
+    _leave_out_unread(lora, model)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # peft 0.21 asks transformers 5.24 for a name that is about to go
@@ -109,6 +112,19 @@ def _leave_out_routed(lora: LoraConfig, model: nn.Module) -> None:
     convert_peft_config_for_transformers(read, model, None)
     if read.target_parameters != lora.target_parameters:
         lora.target_modules = read.target_modules
+
+
+def _leave_out_unread(lora: LoraConfig, model: PreTrainedModel) -> None:
+    """Keep adapters off what text does not reach (vision towers), whose parts have the same names.
+
+    Not where the user said himself, in a list of names, what to leave out.
+    """
+    others = other_parts(model)
+    if not others or isinstance(lora.exclude_modules, (list, set, tuple)):
+        return
+    towers = rf"({'|'.join(map(re.escape, others))})(\..*)?"
+    said = lora.exclude_modules
+    lora.exclude_modules = f"(?:{said})|{towers}" if said else towers
 
 
 def refuse_packed(model: nn.Module) -> None:

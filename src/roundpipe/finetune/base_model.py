@@ -18,6 +18,8 @@ from roundpipe.models.loading.pack_model import pack_model
 from roundpipe.store.packed import quiet_bitsandbytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from roundpipe.finetune.source import ModelSource
@@ -32,12 +34,14 @@ class BaseModel:
     """A model in evaluation mode, and the segments that its weights lie in already.
 
     ``bases`` is for `RoundPipe`, which empties it. ``is_packed``: some weights are in 4 bits; the
-    parameters are stand-ins then and the model cannot run by itself.
+    parameters are stand-ins then and the model cannot run by itself. ``folder``: where its files
+    lie, if our loader read them.
     """
 
     model: Any
     bases: list[Base] = field(default_factory=list)
     is_packed: bool = False
+    folder: Path | None = None
 
 
 def load_base(
@@ -80,7 +84,7 @@ def _loaded(opened: OpenedModel) -> BaseModel:
     is_packed = opened.is_packed
     with quiet_transformers(), quiet_bitsandbytes():
         loaded = opened.load()
-    return BaseModel(loaded.model, loaded.bases, is_packed)
+    return BaseModel(loaded.model, loaded.bases, is_packed, loaded.folder)
 
 
 def _unpacked(

@@ -327,7 +327,8 @@ def _host_words(wish: Wish, case: Case, host: HostBytes, device: DeviceNeed) -> 
     parts = {
         "partial gradients": host.partial_sums,
         "saved inputs": host.saved_inputs,
-        "CPU devices": total - host.total,
+        "what text does not reach": case.profile.unread_bytes,
+        "CPU devices": total - host.total - case.profile.unread_bytes,
     }
     kept = host.weights + host.state
     if wish.method.name == "full":

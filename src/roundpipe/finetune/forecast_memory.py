@@ -105,9 +105,9 @@ class Case:
         return host_bytes(of, _once(few_stages(of, self.device_limit), range(held)))
 
     def host_total(self, need: HostBytes, device: DeviceNeed) -> int:
-        """Host memory in all: what CPU devices hold is host memory too."""
+        """Host memory in all: what CPU devices hold is host memory too, and what none ever do."""
         in_host = sum(card.in_host for card in self.machine.cards)
-        return need.total + in_host * device.total
+        return need.total + in_host * device.total + self.profile.unread_bytes
 
     def sizes(self) -> list[int]:
         """Powers of two that fit the devices, up to the batch; none where nothing fits."""

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from roundpipe.errors import ConfigError
+from roundpipe.models.loading.own_class import class_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +92,7 @@ def load_model(
         # Else newer versions keep the blocks packed wherever they find a matrix kernel for them.
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _explained(source, "model"), _quiet(source):
-        answer: Any = AutoModelForCausalLM.from_pretrained(
+        answer: Any = _class_of(source).from_pretrained(
             source.location,
             dtype=dtype,
             attn_implementation=attn_implementation,
@@ -131,6 +132,17 @@ def _quiet(source: ModelSource) -> Iterator[None]:
         if source.gguf_file is not None:  # its bar heeds no setting (transformers 5.24)
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         yield
+
+
+def _class_of(source: ModelSource) -> Any:
+    """The class that wrote the files; of a GGUF file transformers knows best."""
+    if source.gguf_file is None:
+        config = AutoConfig.from_pretrained(
+            source.location, trust_remote_code=False, **_place(source)
+        )
+        with contextlib.suppress(ConfigError):
+            return class_for(config)
+    return AutoModelForCausalLM
 
 
 def _place(source: ModelSource) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.finetune.output import save_result
+from roundpipe.finetune.output import base_of, save_result
 from roundpipe.finetune.run_folder import LOG_FILE, dataset_digest, write_text
 from roundpipe.finetune.usage import usage_lines
+from roundpipe.models.loading.own_class import name_to_load
 from roundpipe.report.loss_plot import draw_losses
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def save_run(
 ) -> None:
     """Write the final files of a run, ``state`` (``trainer_state.json``) last: it marks the end."""
     with folder.files_in_place() as staging:
-        save_result(staging, job.model, weights, job.tokenizer)
+        save_result(staging, job.model, weights, job.tokenizer, base_folder=_folder(job))
         draw_losses(folder.path / LOG_FILE, staging / "training_loss.png", title=job.source.name)
     _write_card(job, folder)
     folder.finish({**state, "dataset_sha256": dataset_digest(job.config)})
@@ -36,7 +38,7 @@ def save_run(
 def save_early(job: Job, weights: Mapping[str, Tensor], folder: RunFolder) -> str:
     """Write the weights of a run that ended early beside its log; returns the folder's path."""
     with folder.files_in_place(INTERRUPTED) as staging:
-        save_result(staging, job.model, weights, job.tokenizer)
+        save_result(staging, job.model, weights, job.tokenizer, base_folder=_folder(job))
     return f"{job.config.output_dir.rstrip('/')}/{INTERRUPTED}"
 
 
@@ -58,7 +60,14 @@ def _usage(job: Job) -> list[str]:
         is_adapter=job.is_adapter,
         has_template=bool(job.tokenizer.chat_template),
         question=prompts[0] if prompts else _QUESTION,
+        model_class=name_to_load(base_of(job.model)),
     )
+
+
+def _folder(job: Job) -> Path | None:
+    """Where the files of the base model lie, if that is known."""
+    folder = Path(job.base.folder or job.source.location)
+    return folder if folder.is_dir() else None
 
 
 def _write_card(job: Job, folder: RunFolder) -> None:

@@ -101,7 +101,7 @@ def _has_fp16(job: Job) -> bool:
 
 def _result(job: Job, trainer: RoundPipe) -> Mapping[str, torch.Tensor]:
     """The newest weights that are to be saved."""
-    return trainer.trained_state_dict() if job.is_adapter else trainer.state_dict()
+    return trainer.trained_state_dict() if job.is_adapter else trainer.newest_weights()
 
 
 def _run_steps(
@@ -196,10 +196,14 @@ def _evaluate(job: Job, trainer: RoundPipe) -> float:
             job.dataset.eval_samples,
             batch_size=job.config.batch_size,
             pad_token_id=job.pad_token_id,
-            vocabulary=getattr(job.model.config, "vocab_size", 0),
+            vocabulary=_vocabulary(job.model),
         )
     finally:
         trainer.train()
+
+
+def _vocabulary(model: Any) -> int:
+    return getattr(model.config.get_text_config(), "vocab_size", 0)
 
 
 def _answers(

@@ -9,25 +9,34 @@ if TYPE_CHECKING:
 
 
 def usage_lines(
-    folder: str, source: ModelSource, *, is_adapter: bool, has_template: bool, question: str
+    folder: str,
+    source: ModelSource,
+    *,
+    is_adapter: bool,
+    has_template: bool,
+    question: str,
+    model_class: str = "AutoModelForCausalLM",
 ) -> list[str]:
     """Python lines that load the result from ``folder`` and let it answer ``question``."""
-    loading = _adapter_lines(folder, source) if is_adapter else _model_lines(folder)
+    if is_adapter:
+        loading = _adapter_lines(folder, source, model_class)
+    else:
+        loading = _model_lines(folder, model_class)
     tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({folder!r})"
     return [*loading, tokenizer, *_asking_lines(question, has_template=has_template)]
 
 
-def _model_lines(folder: str) -> list[str]:
+def _model_lines(folder: str, kind: str) -> list[str]:
     return [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        f"model = AutoModelForCausalLM.from_pretrained({folder!r})",
+        f"from transformers import {kind}, AutoTokenizer",
+        f"model = {kind}.from_pretrained({folder!r})",
     ]
 
 
-def _adapter_lines(folder: str, source: ModelSource) -> list[str]:
+def _adapter_lines(folder: str, source: ModelSource, kind: str) -> list[str]:
     lines = [
         "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {kind}, AutoTokenizer",
     ]
     place = repr(source.location)
     if source.package is not None:
@@ -41,7 +50,7 @@ def _adapter_lines(folder: str, source: ModelSource) -> list[str]:
         place += f", revision={source.revision!r}"
     return [
         *lines,
-        f"base = AutoModelForCausalLM.from_pretrained({place})",
+        f"base = {kind}.from_pretrained({place})",
         f"model = PeftModel.from_pretrained(base, {folder!r})",
     ]
 

@@ -35,6 +35,7 @@ class BlockForm:
 
     hidden: int | str  # position or keyword
     num_outputs: int | None  # length of the tuple it returns, or None for a bare tensor
+    is_list: bool = False  # it returns a list
 
     def hidden_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The hidden state among a call's arguments."""
@@ -51,7 +52,8 @@ class BlockForm:
         """What the block returns, with nothing but the hidden state in it."""
         if self.num_outputs is None:
             return hidden
-        return (hidden, *[None] * (self.num_outputs - 1))
+        outputs = [hidden, *[None] * (self.num_outputs - 1)]
+        return outputs if self.is_list else tuple(outputs)
 
     def unpack(self, output: Any) -> Tensor:
         """The hidden state in what the block returned."""
@@ -68,31 +70,17 @@ class BlockReached(BaseException):
         self.hidden = hidden
 
 
-def find_blocks(root: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Find the ModuleList that holds most parameters, the outer one of equals; its name and it."""
-    best: tuple[int, str, nn.ModuleList] | None = None
-    for name, module in root.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module):
-            size = sum(parameter.numel() for parameter in module.parameters())
-            if best is None or size > best[0]:
-                best = (size, name, module)
-    if best is None:
-        raise ModelError(
-            f"no repeated blocks: {type(root).__name__} holds no ModuleList\n"
-            "hint: wrap nn.Sequential(model) to run it as one layer"
-        )
-    return best[1], best[2]
-
-
 class StandIns:
     """One stand-in for each block; they call ``act`` with the index of the block.
 
-    They check that the blocks are called in order, each once.
+    They check that the blocks are called in order, each once; ``uncalled`` ones never.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], act: Act) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], act: Act, uncalled: Sequence[nn.Module] = ()
+    ) -> None:
         self.modules: dict[nn.Module, nn.Module] = {
-            block: StandIn(block, self._called) for block in blocks
+            block: StandIn(block, self._called) for block in (*blocks, *uncalled)
         }
         self._blocks = blocks
         self._act = act

@@ -7,7 +7,8 @@
 Every piece runs the model's own ``forward`` over a copy of its tree in which stand-ins hang where
 the blocks were. The prefix ends it at block 0; the suffix runs it from the inputs too, over
 embeddings that are all zeros and take no memory, and the stand-ins bring in the hidden state of
-the last block. The context does the same to see what each block is called with.
+the last block. The context does the same to see what each block is called with. What travels beside
+the hidden state is `roundpipe.models.packet`'s matter.
 """
 
 from __future__ import annotations
@@ -19,10 +20,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe.models.blocks import BlockCall, BlockReached, StandIns
+from roundpipe.models import paths
+from roundpipe.models.blocks import BlockCall, BlockReached
 from roundpipe.models.chunked_loss import most_whole_tokens
+from roundpipe.models.collecting import (
+    Hooks,
+    asked,
+    collecting,
+    hand_over,
+    require_collected,
+    wanted,
+)
 from roundpipe.models.lazy_logits import ChunkedHead, LazyLogits, NotInChunks
+from roundpipe.models.packet import Between, Packet
 from roundpipe.models.recording import call_arguments
+from roundpipe.models.restoring import Restoring
 from roundpipe.models.shell import TreeCopy, TreeShell
 
 if TYPE_CHECKING:
@@ -34,7 +46,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Calls = dict[int, BlockCall]  # by layer
+
+@dataclass(frozen=True)
+class Rebuilt(BlockCall):
+    """A call that a context rebuilt, and what hooks are to collect while the block runs."""
+
+    collects: Mapping[str, Any] | None = None
+
+
+Calls = dict[int, Rebuilt]  # by layer
 
 
 def _tensors(homes: Sequence[Home]) -> dict[str, Tensor]:
@@ -59,27 +79,51 @@ class Prefix:
         return [home for home in self.split.outside if home in self.split.read_before]
 
     def make_shell(self, device: torch.device) -> TreeShell:
-        """A shell that runs the model's forward up to block 0."""
-        forms = self.split.forms
-
-        def stop(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            raise BlockReached(forms[index].hidden_of(args, kwargs))
-
-        stand_ins = StandIns(self.split.blocks, stop)
+        """A shell that runs the model's forward up to the last block that needs it to."""
+        run = _RunPrefix(self.split)
         tree = self.split.outside_copy(
-            device, stand_ins, homes=self.homes, idle=lambda _home: "nan"
+            device, run.stand_ins, homes=self.homes, idle=lambda _home: "nan"
         )
-
-        def run(module: nn.Module, _boundary: Boundary, inputs: Inputs, _context: Any) -> Boundary:
-            stand_ins.begin()
-            try:
-                module(*inputs.args, **call_arguments(module, inputs))
-            except BlockReached as reached:
-                return reached.hidden
-            stand_ins.require_all_called()
-            raise AssertionError("unreachable: block 0 stops the forward")
-
+        run.restoring = Restoring(tree, self.split.rewritten)
         return TreeShell(tree, run)
+
+
+class _RunPrefix:
+    """Runs the model's forward to block 0, and on as far as arguments of blocks are computed."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._brings = split.flow.from_prefix()
+        self._last = max(self._brings, default=0)
+        self._hidden: Any = None
+        self._carried: dict[str, Tensor] = {}
+        self.stand_ins = split.stand_ins(self._note)
+        self.restoring: Restoring
+
+    def _note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        form = self._split.forms[index]
+        hidden = form.hidden_of(args, kwargs)
+        if index == 0:
+            self._hidden = hidden
+        for path, key in self._brings.get(index, {}).items():
+            self._carried[key] = paths.get((args, kwargs), path)
+        if index == self._last:
+            raise BlockReached
+        return form.pack(hidden)
+
+    def __call__(
+        self, module: nn.Module, _boundary: Boundary, inputs: Inputs, _context: Any
+    ) -> Boundary:
+        self.stand_ins.begin()
+        try:
+            with self.restoring.restored():
+                module(*inputs.args, **call_arguments(module, inputs))
+        except BlockReached:
+            return Packet(self._hidden, self._carried).boundary()
+        finally:
+            self._hidden, self._carried = None, {}
+        self.stand_ins.require_all_called()
+        raise AssertionError("unreachable: a block stops the forward")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,15 +146,35 @@ class Block:
 
     def make_shell(self, device: torch.device) -> TreeShell:
         """A shell that calls the block as the context says."""
-        form = self.split.forms[self.index]
-        layer = self.index + 1
-
-        def run(module: nn.Module, boundary: Boundary, _inputs: Inputs, context: Any) -> Boundary:
-            call = form.with_hidden(context[layer], boundary)
-            return form.unpack(module(*call.args, **call.kwargs))
-
         block = self.split.blocks[self.index]
-        return TreeShell(TreeCopy(block, self.split.names, device, homes=self.homes), run)
+        hooks = Hooks(self.split.root, self.name)
+        tree = TreeCopy(block, self.split.names, device, homes=self.homes)
+        return TreeShell(tree, _RunBlock(self.split, self.index, hooks))
+
+
+class _RunBlock:
+    """Calls a block as the context says, with what came along from elsewhere."""
+
+    def __init__(self, split: Split, index: int, hooks: Hooks) -> None:
+        self._form, self._flow, self._index = split.forms[index], split.flow, index
+        self._layer = split.flow.layer_of(index)
+        self._hooks = hooks
+
+    def __call__(
+        self, module: nn.Module, boundary: Boundary, _inputs: Inputs, context: Any
+    ) -> Boundary:
+        index, flow = self._index, self._flow
+        packet = Packet.of(boundary)
+        rebuilt: Rebuilt = context[self._layer]
+        call = flow.call(index, self._form.with_hidden(rebuilt, packet.hidden), packet)
+        before = flow.snapshot(index, call)
+        if rebuilt.collects is not None:
+            self._hooks.install(module)
+        with collecting(rebuilt.collects, packet) as collected:
+            output = module(*call.args, **call.kwargs)
+        written = flow.written(index, before, call)
+        packet = flow.after(index, packet, (self._form, output), written)
+        return packet._replace(collected=collected).boundary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +208,7 @@ class Suffix:
         tree = self.split.outside_copy(
             device, run.stand_ins, homes=self.homes, idle=self.split.idle_after
         )
+        run.restoring = Restoring(tree, self.split.rewritten)
         head = head_of(self.split.root)
         if self.in_chunks and head is not None and ChunkedHead.can_be(tree.copy_of(head)):
             run.head = ChunkedHead(tree.copy_of(head), rows)
@@ -165,14 +230,22 @@ class _RunSuffix:
 
     def __init__(self, split: Split) -> None:
         self._split = split
-        self._brought: Any = None
+        self._needs = split.flow.between.get(len(split.blocks), Between()).needs
+        self._brought: Packet | None = None
+        self._flags: Sequence[str] = ()
         self._is_refused = False  # and said so
-        self.stand_ins = StandIns(split.blocks, self._bring)
+        self.stand_ins = split.stand_ins(self._bring)
+        self.restoring: Restoring
         self.head: ChunkedHead | None = None
         self.work_bytes = 0  # of a chunk of the last loss
 
     def _bring(self, index: int, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-        return self._split.forms[index].pack(self._brought)
+        assert self._brought is not None
+        require_collected(self._flags)
+        hand_over(self._brought, index)
+        key = self._needs.get(index)
+        hidden = self._brought.hidden if key is None else self._brought.carried[key]
+        return self._split.forms[index].pack(hidden)
 
     def __call__(
         self, module: nn.Module, boundary: Boundary, inputs: Inputs, _context: Any
@@ -204,14 +277,17 @@ class _RunSuffix:
         has_labels = (inputs.kwargs or {}).get("labels") is not None
         if inputs.wants_logits or not has_labels or self._is_refused:
             return False
-        tokens = boundary.shape[:-1].numel()
+        tokens = Packet.of(boundary).hidden.shape[:-1].numel()
         return head.rows is not None or tokens > most_whole_tokens(self._split.vocabulary)
 
     def _whole(self, module: nn.Module, boundary: Boundary, inputs: Inputs) -> Boundary:
         self.stand_ins.begin()
-        self._brought = boundary
+        self._brought = Packet.of(boundary)
+        kwargs = call_arguments(module, inputs)
+        self._flags = asked(module, kwargs)
         try:
-            output = module(*inputs.args, **call_arguments(module, inputs))
+            with self.restoring.restored():
+                output = module(*inputs.args, **kwargs)
         finally:
             self._brought = None
         self.stand_ins.require_all_called()
@@ -236,15 +312,19 @@ class CausalLMContext:
 
     def __init__(self, split: Split, device: torch.device) -> None:
         self._split = split
-        self._stand_ins = StandIns(split.blocks, self._note)
+        self._stand_ins = split.stand_ins(self._note)
         buffers = [home for home in split.outside if not home.is_parameter]
         self._tree = split.outside_copy(
             device, self._stand_ins, homes=buffers, idle=split.idle_after
         )
         self._shell = TreeShell(self._tree, self._run)
         self._shell.bind({home.name: home.tensor.to(device, copy=True) for home in buffers})
+        self._restoring = Restoring(self._tree, split.rewritten)
         self._calls: Calls = {}
-        self._layers = range(0)
+        self._flags: Sequence[str] = ()
+        flow = split.flow
+        self._of_blocks = [flow.layer_of(index) for index in range(len(split.blocks))]
+        self._last, self._wanted = 0, set[int]()
         self.sync_mode()
 
     def sync_mode(self) -> None:
@@ -260,10 +340,10 @@ class CausalLMContext:
 
     def __call__(self, inputs: Inputs, layers: range) -> Calls:
         """Return what the blocks among ``layers`` are called with, by layer."""
-        first, last = max(layers.start, 1), min(layers.stop - 1, len(self._split.blocks))
-        if first > last:
+        wanted = [index for index, layer in enumerate(self._of_blocks) if layer in layers]
+        if not wanted:
             return {}
-        self._layers = range(first, last + 1)
+        self._last, self._wanted = wanted[-1], set(wanted)
         with torch.no_grad():
             self._shell(None, inputs, None)
         calls, self._calls = self._calls, {}
@@ -272,17 +352,21 @@ class CausalLMContext:
     def _run(self, module: nn.Module, _boundary: Any, inputs: Inputs, _context: Any) -> None:
         self._calls = {}
         self._stand_ins.begin()
+        kwargs = call_arguments(module, inputs)
+        self._flags = asked(module, kwargs)
         try:
-            module(*inputs.args, **call_arguments(module, inputs))
+            with self._restoring.restored():
+                module(*inputs.args, **kwargs)
         except BlockReached:
             return
         self._stand_ins.require_all_called()
 
     def _note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = self._split.forms[index]
-        layer = index + 1
-        if layer in self._layers:
-            self._calls[layer] = form.with_hidden(BlockCall(args, kwargs), None)
-        if layer == self._layers.stop - 1:
+        if index in self._wanted:
+            require_collected(self._flags)
+            call = form.with_hidden(BlockCall(args, kwargs), None)
+            self._calls[self._of_blocks[index]] = Rebuilt(call.args, call.kwargs, wanted())
+        if index == self._last:
             raise BlockReached
         return form.pack(form.hidden_of(args, kwargs))

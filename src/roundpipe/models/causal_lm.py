@@ -14,26 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.errors import ModelError
+from roundpipe.models import paths
 from roundpipe.models.causal_layers import Block, CausalLMContext, Prefix, Suffix
 from roundpipe.models.changes import TreeWatch
 from roundpipe.models.chunk_trial import loss_can_be_cut
 from roundpipe.models.experts import tell_slow_experts
 from roundpipe.models.four_bit import values_of
-from roundpipe.models.loss import count_trained_tokens
+from roundpipe.models.gap import Gap
+from roundpipe.models.loss import IGNORED, count_trained_tokens
+from roundpipe.models.packet import Packet
 from roundpipe.models.recording import record, refuse
 from roundpipe.models.refusals import refuse_unsupported
 from roundpipe.models.shell import find_homes
-from roundpipe.models.spec import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from roundpipe.models.paths import Path
     from roundpipe.models.recording import Recording, Split
     from roundpipe.models.shell import TreeShell
+    from roundpipe.models.spec import Inputs
     from roundpipe.store.packed import PackedTensor
 
 _CPU = torch.device("cpu")
-CausalLayer = Prefix | Block | Suffix
+CausalLayer = Prefix | Block | Gap | Suffix
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,7 @@ class CausalLMSpec:
     layers: Sequence[CausalLayer]
     split: Split = field(repr=False)
     takes_num_items: bool  # whether ``num_items_in_batch`` reaches the loss
+    shifts_labels: bool  # whether the first label of a sequence is not trained
     computes_loss: bool = True
     _watch: TreeWatch = field(kw_only=True, repr=False)
 
@@ -58,6 +63,10 @@ class CausalLMSpec:
     def changed_since_wrapping(self) -> str | None:
         """What hooks or attributes of the tree changed since it was wrapped, or None."""
         return self._watch.difference()
+
+    def accept_changes(self) -> None:
+        """Take the module's attributes as they are now."""
+        self._watch.retake()
 
 
 def causal_lm_spec(
@@ -74,12 +83,11 @@ def causal_lm_spec(
     tell_slow_experts(model)
     packed = packed or {}
     recording = record(model, packed=packed)
-    split = recording.split
-    layers = chain_of(split)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            _check_context(recording)
-            hidden, takes_num_items = _check_chain(recording, layers, packed)
+            split = recording.split = _carry_what_weights_made(recording)
+            layers = chain_of(split)
+            hidden, shifts, takes_num_items = _check_chain(recording, layers, packed)
             suffix, inputs = layers[-1], recording.inputs
             if isinstance(suffix, Suffix) and not loss_can_be_cut(suffix, hidden, inputs, packed):
                 layers[-1] = replace(suffix, in_chunks=False)
@@ -88,38 +96,50 @@ def causal_lm_spec(
         except Exception as error:
             reason = f"the chain failed on a small input: {type(error).__name__}: {error}"
             raise refuse(model, reason) from error
-    return CausalLMSpec(model, layers, split, takes_num_items, _watch=TreeWatch(model))
+    return CausalLMSpec(model, layers, split, takes_num_items, shifts, _watch=TreeWatch(model))
 
 
 def chain_of(split: Split) -> list[CausalLayer]:
     """The layers of a model that was taken apart, in order."""
-    blocks = enumerate(split.blocks)
-    return [
-        Prefix(split),
-        *(Block(split, index, find_homes(block, split.names)) for index, block in blocks),
-        Suffix(split),
-    ]
+    layers: list[CausalLayer] = [Prefix(split)]
+    for index, block in enumerate(split.blocks):
+        if index in split.flow.between:
+            layers.append(Gap(split, index))
+        layers.append(Block(split, index, find_homes(block, split.names)))
+    return [*layers, Suffix(split)]
 
 
-def _check_context(recording: Recording) -> None:
+def _carry_what_weights_made(recording: Recording) -> Split:
+    """Have the prefix make the arguments that a context without weights cannot rebuild."""
     split = recording.split
     context = CausalLMContext(split, _CPU)
     context.eval()
-    rebuilt = context(recording.inputs, range(len(split.blocks) + 1))
+    rebuilt = context(recording.inputs, range(split.flow.num_layers))
+    more: list[dict[Path, str]] = []
+    keys: dict[int, str] = {}
     for index, call in enumerate(recording.calls):
-        if not _equal(call, rebuilt[index + 1]):
-            name = split.block_names[index]
-            raise refuse(split.root, f"an argument of {name} depends on weights")
+        again = rebuilt[split.flow.layer_of(index)]
+        pair = ((call.args, dict(call.kwargs)), (again.args, dict(again.kwargs)))
+        more.append({})
+        for path, value in paths.differences(*pair):
+            if path in split.flow.blocks[index].takes:
+                continue
+            if not isinstance(value, Tensor):
+                name = f"{paths.named(path[1:])} of {split.block_names[index]}"
+                raise refuse(split.root, f"an argument depends on weights: {name}")
+            key = f"{index}: {paths.named(path[1:])}"
+            more[-1][path] = keys.setdefault(id(value), key)
+    return replace(split, flow=split.flow.taking(more)) if keys else split
 
 
 def _check_chain(
     recording: Recording,
     layers: Sequence[CausalLayer],
     packed: Mapping[Tensor, PackedTensor],
-) -> tuple[Tensor, bool]:
+) -> tuple[Any, bool, bool]:
     """Compare the chain with the plain run.
 
-    Returns what the last layer got, and whether its loss takes a number of items.
+    Returns what the last layer got, whether its loss shifts labels and takes a number of items.
     """
     split, inputs = recording.split, recording.inputs
     context = CausalLMContext(split, _CPU)
@@ -128,7 +148,10 @@ def _check_chain(
     boundary: Any = None
     for layer in layers:
         if isinstance(layer, Block) and layer.index not in recording.checked:
+            boundary = _passed_by(recording, layer.index, boundary)
             continue
+        if isinstance(layer, Block):
+            _check_carried(recording, layer.index, boundary)
         shell = _bound_shell(layer, packed)
         before, boundary = boundary, shell(boundary, inputs, calls)
     for key in ("logits", "loss"):
@@ -140,7 +163,38 @@ def _check_chain(
                 raise _not_numbers(split.root, key, packed)
             difference = (plain - ours).abs().max().item()
             raise refuse(split.root, f"the {key} of the chain differ by {difference:.3g}")
-    return before, _loss_takes_num_items(shell, before, inputs, boundary.loss)
+    shifts = _loss_shifts_labels(shell, before, inputs)
+    count = count_trained_tokens((inputs.kwargs or {})["labels"], shifted=shifts)
+    return before, shifts, _loss_takes_num_items(shell, before, inputs, count, boundary.loss)
+
+
+def _passed_by(recording: Recording, index: int, boundary: Any) -> Any:
+    """What goes past a block that was not run, as in the plain run."""
+    split, packet = recording.split, Packet.of(boundary)
+    output = recording.outputs[index]
+    if isinstance(output, (tuple, list)):
+        output = type(output)([packet.hidden, *output[1:]])
+    else:
+        output = packet.hidden
+    after = split.flow.after(index, packet, (split.forms[index], output), {})
+    collected = {
+        key: [*packet.collected.get(key, ()), list(each)]
+        for key, each in recording.collected[index].items()
+    }
+    return after._replace(collected=collected).boundary()
+
+
+def _check_carried(recording: Recording, index: int, boundary: Any) -> None:
+    """Refuse what the prefix made if blocks before, which it does not run, have a part in it."""
+    split, call = recording.split, recording.calls[index]
+    for path, key in split.flow.blocks[index].takes.items():
+        plain = paths.get((call.args, dict(call.kwargs)), path)
+        ours = Packet.of(boundary).carried[key]
+        if plain.dtype != ours.dtype or not torch.equal(plain, ours):
+            name = f"{paths.named(path[1:])} of {split.block_names[index]}"
+            raise refuse(
+                split.root, f"an argument depends on weights and on what blocks return: {name}"
+            )
 
 
 def _not_numbers(root: nn.Module, key: str, packed: Mapping[Tensor, PackedTensor]) -> ModelError:
@@ -164,15 +218,38 @@ def _not_numbers(root: nn.Module, key: str, packed: Mapping[Tensor, PackedTensor
     )
 
 
-def _loss_takes_num_items(suffix: TreeShell, hidden: Any, inputs: Inputs, mean: Tensor) -> bool:
-    """Whether twice the trained tokens as ``num_items_in_batch`` halve the loss."""
+def _loss_shifts_labels(suffix: TreeShell, hidden: Any, inputs: Inputs) -> bool:
+    """Whether a sequence's first label changes nothing; in most models no token predicts it."""
     kwargs: Mapping[str, Any] = inputs.kwargs or {}
-    twice = 2 * count_trained_tokens(kwargs["labels"])
+    none = torch.full_like(kwargs["labels"], IGNORED)
+    first = none.clone()
+    first[:, 0] = kwargs["input_ids"][:, 0]
+
+    def loss_of(labels: Tensor) -> Tensor:
+        given = replace(inputs, kwargs={**kwargs, "labels": labels})
+        loss: Tensor = suffix(hidden, given, None).loss
+        return loss
+
+    found = loss_of(first)
+    return bool(found.isnan()) or torch.equal(found, loss_of(none))  # a mean over nothing is NaN
+
+
+def _loss_takes_num_items(
+    suffix: TreeShell, hidden: Any, inputs: Inputs, count: int, mean: Tensor
+) -> bool:
+    """Whether twice the trained tokens as ``num_items_in_batch`` halve the loss.
+
+    Not so a loss with a part that no tokens divide (the auxiliary one of a router): it grew with
+    the number of microbatches. Each of them gets its share of the whole loss then.
+    """
+    kwargs: Mapping[str, Any] = inputs.kwargs or {}
+    twice = {**kwargs, "num_items_in_batch": 2 * count}
     try:
-        half = suffix(hidden, Inputs((), {**kwargs, "num_items_in_batch": twice}), None).loss
+        output = suffix(hidden, replace(inputs, kwargs=twice), None)
     except TypeError:
         return False
-    return torch.allclose(2 * half, mean, rtol=1e-3)
+    is_whole = output.get("aux_loss") is None
+    return is_whole and torch.allclose(2 * output.loss, mean, rtol=1e-3)
 
 
 def _bound_shell(layer: CausalLayer, packed: Mapping[Tensor, PackedTensor]) -> TreeShell:
@@ -180,19 +257,3 @@ def _bound_shell(layer: CausalLayer, packed: Mapping[Tensor, PackedTensor]) -> T
     shell.bind(values_of(layer.homes, packed))
     shell.module.eval()
     return shell
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if hasattr(left, "__dict__"):
-        left, right = vars(left), vars(right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return bool(left == right)

@@ -4,7 +4,8 @@ Shells are copies, so a hook or an attribute set on the user's module afterwards
 nothing. A call has less than a millisecond for the whole tree, so first the identities of all
 values are compared as one list; only if that differs are modules looked at one by one.
 ``training`` flags, buffers and the data of parameters are not changes: shells follow the first,
-and the others are the store's. Nor is gradient checkpointing, which shells always run without.
+and the others are the store's. Nor is gradient checkpointing, which shells always run without, nor
+what transformers hangs into a model that is asked for router logits: shells get their own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
 }
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_FOLLOWED = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
+_FOLLOWED = (
+    "training",
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_output_capturing_hooks_installed",
+)
+_COLLECTOR = "output_capturing_hook"  # its name in transformers
 _MISSING = object()
 
 
@@ -37,12 +44,12 @@ class _Seen:
         self.attributes = dict(module.__dict__)
         self.children = dict(module._modules)
         self.parameters = dict(module._parameters)
-        self.hooks = {key: list(module.__dict__[key]) for key in _HOOKS}
+        self.hooks = {key: _own(module.__dict__[key]) for key in _HOOKS}
 
     def difference(self) -> str | None:
         where = self.name or type(self.module).__name__
         for key, kind in _HOOKS.items():
-            hooks = list(self.module.__dict__[key])  # keys: a new one for each registration
+            hooks = _own(self.module.__dict__[key])
             if hooks != self.hooks[key]:
                 word = "added to" if len(hooks) > len(self.hooks[key]) else "changed on"
                 return f"{kind} {word} {where}"
@@ -56,6 +63,11 @@ class _Seen:
             if key not in _FOLLOWED and not _same(before, after):
                 return f"attribute changed: {where}.{key}: {_show(before)} -> {_show(after)}"
         return None
+
+
+def _own(hooks: Mapping[int, Any]) -> list[int]:
+    """The keys of hooks, a new one for each registration, but of those that collect outputs."""
+    return [key for key, hook in hooks.items() if getattr(hook, "__name__", "") != _COLLECTOR]
 
 
 def _first_other(now: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
@@ -83,7 +95,12 @@ class TreeWatch:
     """Remembers a module tree as it is when made."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._seen = [_Seen(name, module) for name, module in root.named_modules()]
+        self._root = root
+        self.retake()
+
+    def retake(self) -> None:
+        """Remember the tree as it is now."""
+        self._seen = [_Seen(name, module) for name, module in self._root.named_modules()]
         self._identities = self._identities_now()
         self._kept: list[dict[str, Any]] = []
 

@@ -15,26 +15,27 @@ import torch
 from torch import Tensor
 
 from roundpipe.models.four_bit import values_of
+from roundpipe.models.packet import Packet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roundpipe.models.causal_layers import Suffix
     from roundpipe.models.shell import TreeShell
-    from roundpipe.models.spec import Inputs
+    from roundpipe.models.spec import Boundary, Inputs
     from roundpipe.store.packed import PackedTensor
 
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_ROWS = 5  # divides no number of tokens here
+_ROWS = 9  # divides no number of tokens here, and makes two chunks: each reads the whole head
 _MOST_TRAINED = 10_000_000  # parameters of a head whose own gradient is compared too
 _ALIKE = 1e-3  # relative to the largest value: what is not the same is not nearly the same
 _EPSILONS = 16  # or of the dtype
 
 
 def loss_can_be_cut(
-    suffix: Suffix, hidden: Tensor, inputs: Inputs, packed: Mapping[Tensor, PackedTensor]
+    suffix: Suffix, hidden: Boundary, inputs: Inputs, packed: Mapping[Tensor, PackedTensor]
 ) -> bool:
     """Whether ``suffix`` makes the same loss and gradients in chunks; says in the log if not.
 
@@ -69,15 +70,16 @@ class _Tried:
     has_logits: bool
 
     @classmethod
-    def of(cls, shell: TreeShell, hidden: Tensor, inputs: Inputs) -> _Tried:
+    def of(cls, shell: TreeShell, hidden: Boundary, inputs: Inputs) -> _Tried:
         leaves = [leaf for leaf in shell.parameters.values() if leaf.requires_grad]
         if sum(leaf.numel() for leaf in leaves) > _MOST_TRAINED:
             for leaf in leaves:
                 leaf.requires_grad_(False)
             leaves = []
         with torch.enable_grad():
-            given = hidden.detach().clone().requires_grad_()
-            output = shell(given, inputs, None)
+            packet = Packet.of(hidden)
+            given = packet.hidden.detach().clone().requires_grad_()
+            output = shell(packet._replace(hidden=given).boundary(), inputs, None)
             output.loss.backward()
         made = [output.loss.detach(), given.grad, *(leaf.grad for leaf in leaves)]
         return cls(made, output.get("logits") is not None)

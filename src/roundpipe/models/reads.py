@@ -11,16 +11,14 @@ from torch.utils._pytree import tree_flatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from roundpipe.models.shell import Home
-
 
 class Reads(TorchDispatchMode):
-    """Notes which of some tensors are read by ops while ``reading`` is a set."""
+    """Notes in ``reading`` which of some tensors are read by ops: what each is, by its id."""
 
-    def __init__(self, homes: Mapping[int, Home]) -> None:
+    def __init__(self, what: Mapping[int, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._homes = homes
-        self.reading: set[Home] = set()
+        self._what = what
+        self.reading: set[Any] = set()
 
     def __torch_dispatch__(
         self,
@@ -30,6 +28,6 @@ class Reads(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for leaf in tree_flatten((args, kwargs))[0]:
-            if isinstance(leaf, Tensor) and id(leaf) in self._homes:
-                self.reading.add(self._homes[id(leaf)])
+            if isinstance(leaf, Tensor) and id(leaf) in self._what:
+                self.reading.add(self._what[id(leaf)])
         return func(*args, **(kwargs or {}))

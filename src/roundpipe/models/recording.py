@@ -2,11 +2,10 @@
 
 Two runs, both on copies that share the user's weights, in eval mode, with the random state kept:
 
-- `_run_plain`: the model as it is, hooks noting what each block gets and returns. Its logits are
-  what the split chain is compared with, bit for bit.
-- `_run_traced`: stand-ins that let the hidden state through, gradients on, every op watched.
-  It tells which argument of a block carries a gradient, and which tensors outside the blocks are
-  read before the first block and which after the last.
+- `_run_plain`: the model as it is, hooks noting what each block gets, returns and writes
+  (`roundpipe.models.seen`). Its logits are what the split chain is compared with, bit for bit.
+- `roundpipe.models.tracing`: stand-ins that let the hidden state through, gradients on. It tells
+  which arguments of blocks carry a gradient, and who reads the tensors outside the blocks.
 
 In a large model only the blocks that differ in structure are run, the others let the hidden state
 through: the same in the plain run and in the split chain, so the comparison stays exact.
@@ -20,26 +19,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
 
 from roundpipe.errors import ModelError, RoundPipeError
-from roundpipe.models.blocks import BlockCall, BlockForm, StandIn, StandIns, find_blocks
+from roundpipe.models.blocks import BlockCall, StandIn, StandIns
+from roundpipe.models.find_blocks import find_blocks
 from roundpipe.models.four_bit import values_of
-from roundpipe.models.reads import Reads
+from roundpipe.models.restoring import Restoring, are_tables
+from roundpipe.models.seen import Seen
 from roundpipe.models.shell import Home, TensorNames, TreeCopy, TreeShell, find_homes
-from roundpipe.models.spec import Inputs
-from roundpipe.store.packed import PackedTensor
+from roundpipe.models.tiny_inputs import tiny_inputs
+from roundpipe.models.tracing import Outside, run_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from roundpipe.models.blocks import Act, BlockForm
+    from roundpipe.models.packet import Flow
     from roundpipe.models.shell import Fill
+    from roundpipe.models.spec import Inputs
+    from roundpipe.store.packed import PackedTensor
 
 _CPU = torch.device("cpu")
 _NOTHING: Mapping[Tensor, PackedTensor] = MappingProxyType({})
 _RUN_ALL_BELOW = 10_000_000  # parameters in blocks; above, one block of each kind and two more
 _FORCED = {"use_cache": False, "return_dict": True}
-_OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +51,20 @@ class Split:
 
     root: nn.Module
     names: TensorNames = field(repr=False)
-    blocks: Sequence[nn.Module] = field(repr=False)
+    blocks: Sequence[nn.Module] = field(repr=False)  # in the order in which they are called
+    uncalled: Sequence[nn.Module] = field(repr=False)  # of the same list
     block_names: Sequence[str] = field(repr=False)
     forms: Sequence[BlockForm]
     outside: Sequence[Home] = field(repr=False)
     read_before: frozenset[Home] = field(repr=False)  # before or between blocks
     read_after: frozenset[Home] = field(repr=False)
     vocabulary: int  # logits of a token; 0: the model gives none
+    flow: Flow = field(repr=False)  # what travels beside the hidden state
+    rewritten: frozenset[Home] = frozenset()  # outside: buffers that every forward writes to
+
+    def stand_ins(self, act: Act) -> StandIns:
+        """Stand-ins for all blocks."""
+        return StandIns(self.blocks, act, self.uncalled)
 
     def idle_after(self, home: Home) -> Fill:
         """What stands for a tensor where what comes before the blocks runs for nothing but shapes.
@@ -89,7 +99,9 @@ class Recording:
 
     inputs: Inputs
     output: Any  # of the plain run
-    calls: Sequence[BlockCall]
+    calls: Sequence[BlockCall]  # without hidden state; objects as they were before a block wrote
+    outputs: Sequence[Any]  # of the blocks
+    collected: Sequence[Mapping[str, Sequence[Any]]]  # by hooks in each block
     checked: frozenset[int]  # blocks that really ran
     split: Split
 
@@ -104,15 +116,8 @@ def refuse(root: Any, reason: str) -> ModelError:
 
 
 def call_arguments(root: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """The keyword arguments with which a tree runs: no cache, outputs in a ModelOutput.
-
-    Raises ModelError for outputs that are collected inside the blocks.
-    """
+    """The keyword arguments with which a tree runs: no cache, outputs in a ModelOutput."""
     kwargs = {**(inputs.kwargs or {}), **_FORCED}
-    config = getattr(root, "config", None)
-    for flag in _OUTPUT_FLAGS:
-        if kwargs.get(flag) or (kwargs.get(flag) is None and getattr(config, flag, False)):
-            raise refuse(root, f"{flag} is not supported yet, set it to False")
     if "is_causal" in kwargs:  # transformers writes it into the config, which devices share
         raise refuse(root, "is_causal as an argument is not supported")
     return kwargs
@@ -127,50 +132,53 @@ def record(
     the packed values of parameters that are stand-ins.
     """
     list_name, found = find_blocks(root)
-    blocks = list(found)
     names = TensorNames(root)
     inputs = tiny_inputs(root, device)
-    checked = _blocks_to_run(blocks)
     with torch.random.fork_rng(devices=[]):
         try:
-            seen, output = _run_plain(root, blocks, names, inputs, (checked, packed))
-            forms = seen.forms()
-            outside = find_homes(root, names, blocks)
+            plain = _run_in_order(root, list(found), names, inputs, packed)
+            seen, blocks = plain.seen, plain.blocks
+            outside = find_homes(root, names, found)
             values = values_of(outside, packed)
-            before, after = _run_traced(root, blocks, forms, (outside, values), names, inputs)
+            uncalled = [block for block in found if block not in blocks]
+            changed = {(home.module, home.local) for home in plain.rewritten}
+            rewritten = {home for home in outside if (home.module, home.local) in changed}
+            traced = run_traced(
+                root,
+                (blocks, uncalled),
+                seen,
+                Outside(names, device, outside, values, rewritten),
+                lambda module: _call_tree(module, None, inputs, None),
+            )
         except RoundPipeError as error:
             raise refuse(root, str(error).split("\nhint")[0]) from error
         except Exception as error:
             reason = f"its forward failed on a small input: {type(error).__name__}: {error}"
             raise refuse(root, reason) from error
+    places = {block: f"{list_name}.{index}" for index, block in reversed([*enumerate(found)])}
     split = Split(
         root,
         names,
         blocks,
-        [f"{list_name}.{index}" for index in range(len(blocks))],
-        forms,
+        uncalled,
+        [places[block] for block in blocks],
+        seen.forms(),
         outside,
-        frozenset(before),
-        frozenset(after),
-        _vocabulary(output),
+        frozenset(traced.before),
+        frozenset(traced.after),
+        _vocabulary(plain.output),
+        seen.flow(list(map(structure_of, blocks))).taking(traced.takes).computing(traced.between),
+        frozenset(rewritten),
     )
-    calls = [form.with_hidden(call, None) for form, call in zip(forms, seen.calls, strict=True)]
-    return Recording(inputs, output, calls, checked, split)
-
-
-def tiny_inputs(root: Any, device: torch.device = _CPU) -> Inputs:
-    """Two short sequences, one of them padded, with labels."""
-    config = root.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = int(text.vocab_size)
-    ids = (torch.arange(2 * 8).view(2, 8) * 7 + 5) % vocabulary
-    pad = getattr(text, "pad_token_id", None)
-    ids[ids == pad] = (int(pad) + 1) % vocabulary if isinstance(pad, int) else 0
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return Inputs((), {name: tensor.to(device) for name, tensor in named.items()})
+    return Recording(
+        inputs,
+        plain.output,
+        seen.pure_calls(),
+        seen.outputs,
+        seen.collected(),
+        plain.checked,
+        split,
+    )
 
 
 def _vocabulary(output: Any) -> int:
@@ -206,80 +214,33 @@ def _settings(module: nn.Module) -> Iterable[tuple[str, str]]:
 
 
 @dataclass
-class _Seen:
-    """Notes each block's call and what came back, and checks how the hidden state is passed on."""
+class _Plain:
+    """A run of the model as it is. ``checked``: the blocks that really ran.
 
-    calls: list[BlockCall] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    _states: list[Any] = field(default_factory=list)
-    _hidden: int | str | None = None
+    ``rewritten``: where buffers hang that it wrote to.
+    """
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.outputs:
-            self._follow_hidden(args, kwargs)
-        self.calls.append(BlockCall(args, kwargs))
-        self._states.append(_state(args, kwargs))
-
-    def leave(self, output: Any) -> None:
-        call = self.calls[-1]
-        if _state(call.args, call.kwargs) != self._states[-1]:
-            raise ModelError(
-                "a block writes into what it is called with (keys and values shared between "
-                "blocks, or its own input), which is not supported yet"
-            )
-        first = output[0] if isinstance(output, tuple) and output else output
-        if not isinstance(first, Tensor):
-            raise ModelError(
-                "a block returns neither a tensor nor a tuple that begins with one: "
-                f"{type(output).__name__}"
-            )
-        self.outputs.append(output)
-
-    def _follow_hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before = _first(self.outputs[-1])
-        places: list[int | str] = [i for i, value in enumerate(args) if value is before]
-        places += [key for key, value in kwargs.items() if value is before]
-        if len(places) != 1 or self._hidden not in (None, places[0]):
-            raise ModelError(
-                "a block is not called with just what the block before returned: "
-                f"block {len(self.calls)}"
-            )
-        self._hidden = places[0]
-
-    def hidden_place(self) -> int | str:
-        if self._hidden is not None:
-            return self._hidden
-        return 0 if self.calls and self.calls[0].args else "hidden_states"
-
-    def forms(self) -> list[BlockForm]:
-        return [
-            BlockForm(self.hidden_place(), len(output) if isinstance(output, tuple) else None)
-            for output in self.outputs
-        ]
+    blocks: list[nn.Module]
+    seen: Seen
+    output: Any
+    checked: frozenset[int]
+    rewritten: set[Home]
 
 
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _state(*values: Any) -> list[Any]:
-    """Versions of the tensors and identities of the other things within arguments."""
-    state: list[Any] = []
-    pending = list(values)
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen or isinstance(value, nn.Module):
-            continue
-        seen.add(id(value))
-        state.append((id(value), value._version if isinstance(value, Tensor) else None))
-        if isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
-        elif not isinstance(value, Tensor) and hasattr(value, "__dict__"):
-            pending += vars(value).values()
-    return state
+def _run_in_order(
+    root: nn.Module,
+    blocks: list[nn.Module],
+    names: TensorNames,
+    inputs: Inputs,
+    packed: Mapping[Tensor, PackedTensor],
+) -> _Plain:
+    """Run the model, with its blocks in the order in which it calls them."""
+    for _ in range(2):
+        plain = _run_plain(root, blocks, names, inputs, (_blocks_to_run(blocks), packed))
+        if plain.blocks == blocks:
+            return plain
+        blocks = plain.blocks
+    raise ModelError("its blocks are called in another order each time")
 
 
 def _run_plain(
@@ -288,19 +249,25 @@ def _run_plain(
     names: TensorNames,
     inputs: Inputs,
     what: tuple[frozenset[int], Mapping[Tensor, PackedTensor]],
-) -> tuple[_Seen, Any]:
+) -> _Plain:
     """Run the model as it is, with the blocks that are to be checked, and note their calls."""
     checked, packed = what
-    seen = _Seen()
-    first: dict[Any, int] = {}
-    stand_ins: dict[nn.Module, nn.Module] = {}
-    for index, block in enumerate(blocks):
-        kind = first.setdefault(structure_of(block), index)
-        if index not in checked:
-            stand_ins[block] = StandIn(block, _passing_on(seen, kind))
+    run = {blocks[index] for index in checked}
+    seen = Seen()
+    stand_ins: dict[nn.Module, nn.Module] = {
+        block: StandIn(block, seen.pass_on(structure_of(block)))
+        for block in blocks
+        if block not in run
+    }
     homes = find_homes(root, names, stand_ins)
     tree = TreeCopy(root, names, _device_of(inputs), homes=homes, stand_ins=stand_ins)
-    shell = TreeShell(tree, _call_tree)
+    restoring = Restoring(tree, are_tables(homes))
+
+    def call(module: nn.Module, boundary: Any, given: Inputs, context: Any) -> Any:
+        with restoring.restored():
+            return _call_tree(module, boundary, given, context)
+
+    shell = TreeShell(tree, call)
     shell.bind(values_of(homes, packed))
     shell.module.eval()
     order: list[nn.Module] = []
@@ -311,84 +278,17 @@ def _run_plain(
 
         def enter(_: Any, args: Any, kwargs: Any, block: nn.Module = block) -> None:
             order.append(block)
-            seen.enter(args, kwargs)
+            seen.enter(args, kwargs, structure_of(block))
 
         copied.register_forward_pre_hook(enter, with_kwargs=True)
         copied.register_forward_hook(lambda _m, _a, output: seen.leave(output))
-    with torch.no_grad():
-        output = shell(None, inputs, None)
-    if order != list(blocks):
-        raise ModelError("its blocks are not called in order, each once")
-    return seen, output
-
-
-def _passing_on(seen: _Seen, kind: int) -> Callable[..., Any]:
-    """What a block does that is not run: let the hidden state through, like block ``kind``."""
-
-    def called(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        form = seen.forms()[kind]
-        return form.pack(form.hidden_of(args, kwargs))
-
-    return called
+    try:
+        with torch.no_grad():
+            output = shell(None, inputs, None)
+    finally:
+        seen.close()
+    return _Plain(order, seen, output, checked, restoring.changed)
 
 
 def _call_tree(module: nn.Module, _boundary: Any, inputs: Inputs, _context: Any) -> Any:
     return module(*inputs.args, **call_arguments(module, inputs))
-
-
-def _run_traced(
-    root: nn.Module,
-    blocks: Sequence[nn.Module],
-    forms: Sequence[BlockForm],
-    of_outside: tuple[Sequence[Home], Mapping[str, Tensor | PackedTensor]],
-    names: TensorNames,
-    inputs: Inputs,
-) -> tuple[set[Home], set[Home]]:
-    """Let the hidden state through the blocks; return what is read before and after them."""
-    outside, values = of_outside
-    before: set[Home] = set()
-    after: set[Home] = set()
-
-    def act(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        form = forms[index]
-        call = form.with_hidden(BlockCall(args, kwargs), None)
-        for path, leaf in tree_flatten_with_path((call.args, call.kwargs))[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise ModelError(
-                    "a block gets an argument with a gradient beside the hidden state, which is "
-                    f"not supported yet: {_argument(path)}"
-                )
-        if index == len(blocks) - 1:
-            watched.reading = after
-        return form.pack(form.hidden_of(args, kwargs))
-
-    stand_ins = StandIns(blocks, act)
-    tree = TreeCopy(
-        root,
-        names,
-        _device_of(inputs),
-        homes=(),
-        idle=[(home, "zero") for home in outside],
-        stand_ins=stand_ins.modules,
-    )
-    # A leaf for each place, so that a tied tensor tells through which of them it is read.
-    whole = {
-        name: value.unpack() if isinstance(value, PackedTensor) else value.data
-        for name, value in values.items()
-    }
-    leaves = [
-        tree.hang(home, whole[home.name], requires_grad=whole[home.name].is_floating_point())
-        for home in outside
-    ]
-    tree.module.eval()
-    watched = Reads({id(leaf): home for leaf, home in zip(leaves, outside, strict=True)})
-    watched.reading = before
-    with torch.enable_grad(), watched:
-        _call_tree(tree.module, None, inputs, None)
-    stand_ins.require_all_called()
-    return before, after
-
-
-def _argument(path: Any) -> str:
-    keys = [str(key).strip("[]'.") for key in path[1:]]
-    return ".".join(keys)

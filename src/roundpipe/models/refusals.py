@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
@@ -53,11 +52,6 @@ def _check_module(where: str, module: nn.Module) -> None:
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ModelError(
             f"a lazy module has no parameters yet: {where}\nhint: run it once before wrapping"
-        )
-    if isinstance(module, _NormBase) and module.track_running_stats:
-        raise ModelError(
-            f"running statistics change in forward, which is not supported yet: {where}\n"
-            "hint: use a norm without them (LayerNorm, GroupNorm, track_running_stats=False)"
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise ModelError(f"sparse gradients are not supported: {where}\nhint: use sparse=False")

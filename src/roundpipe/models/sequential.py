@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from roundpipe.errors import ModelError
 from roundpipe.models.changes import TreeWatch
@@ -16,7 +17,7 @@ from roundpipe.models.shell import TensorNames, TreeCopy, TreeShell, find_homes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roundpipe.models.shell import Home
+    from roundpipe.models.shell import Home, Run
     from roundpipe.models.spec import Boundary, Inputs
 
 
@@ -28,6 +29,31 @@ def _run_later(module: nn.Module, boundary: Boundary, _inputs: Inputs, _context:
     return module(boundary)  # a tuple too is one argument, as nn.Sequential passes it
 
 
+def _run_and_look(run: Run) -> Run:
+    """``run`` for a layer below the last: what it returns is cut apart, tensor by tensor."""
+
+    def looking(module: nn.Module, *given: Any) -> Boundary:
+        return _open(module, run(module, *given))
+
+    return looking
+
+
+def _open(module: nn.Module, result: Boundary) -> Boundary:
+    """``result``, whose tensors can all be found: one in an unknown object would lose its graph."""
+    if isinstance(result, Tensor):
+        return result
+    for leaf in pytree.tree_leaves(result):
+        held = getattr(leaf, "__dict__", {}).values()
+        if not isinstance(leaf, Tensor) and any(isinstance(each, Tensor) for each in held):
+            kind = type(leaf).__name__
+            raise ModelError(
+                f"{type(module).__name__} returns tensors in a class that nobody can look into: "
+                f"{kind}\nhint: torch.utils._pytree.register_dataclass({kind}), or "
+                "register_pytree_node for other classes"
+            )
+    return result
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleLayer:
     """One module called with the inputs (the first) or with the boundary before it."""
@@ -37,6 +63,7 @@ class ModuleLayer:
     is_first: bool
     names: TensorNames = field(repr=False)
     homes: Sequence[Home] = field(repr=False)
+    is_last: bool = True
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -46,7 +73,8 @@ class ModuleLayer:
     def make_shell(self, device: torch.device) -> TreeShell:
         """A new shell for ``device``; copies no weights."""
         tree = TreeCopy(self.module, self.names, device, homes=self.homes)
-        return TreeShell(tree, _run_first if self.is_first else _run_later)
+        run = _run_first if self.is_first else _run_later
+        return TreeShell(tree, run if self.is_last else _run_and_look(run))
 
 
 class NoContext:
@@ -67,6 +95,7 @@ class SequentialSpec:
     layers: Sequence[ModuleLayer]
     computes_loss: bool = False
     takes_num_items: bool = False
+    shifts_labels: bool = True
     _watch: TreeWatch = field(kw_only=True, repr=False)
 
     def needs_inputs(self, layer: int) -> bool:
@@ -81,6 +110,10 @@ class SequentialSpec:
         """What hooks or attributes of the tree changed since it was wrapped, or None."""
         return self._watch.difference()
 
+    def accept_changes(self) -> None:
+        """Take the module's attributes as they are now."""
+        self._watch.retake()
+
 
 def sequential_spec(module: nn.Module) -> SequentialSpec:
     """Make a chain of the children of an `nn.Sequential`; any other module is one layer.
@@ -91,18 +124,31 @@ def sequential_spec(module: nn.Module) -> SequentialSpec:
     """
     refuse_unsupported(module)
     names = TensorNames(module)
+    children = _children(module)
     layers = [
-        ModuleLayer(name, child, index == 0, names, find_homes(child, names))
-        for index, (name, child) in enumerate(_children(module))
+        ModuleLayer(
+            name,
+            child,
+            index == 0,
+            names,
+            find_homes(child, names),
+            is_last=index == len(children) - 1,
+        )
+        for index, (name, child) in enumerate(children)
     ]
     for layer in layers:
         layer.make_shell(torch.device("cpu"))  # what cannot be copied is refused now, not later
     return SequentialSpec(module, layers, _watch=TreeWatch(module))
 
 
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def runs_children_in_turn(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Sequential` that does what one does."""
     own_forward = type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
-    if not (isinstance(module, nn.Sequential) and own_forward):
+    return isinstance(module, nn.Sequential) and own_forward
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    if not runs_children_in_turn(module):
         return [(type(module).__name__, module)]
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ModelError(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.errors import ModelError
+from roundpipe.models.buffers import ShellBuffers
 from roundpipe.models.experts import run_grouped
 from roundpipe.models.four_bit import compute_dtypes, is_linear4bit, run_plainly_, state_of
 from roundpipe.models.unpacking import Unpacking
@@ -228,6 +229,10 @@ class TreeCopy:
         copied._parameters[home.local] = leaf
         return leaf
 
+    def modules(self) -> list[nn.Module]:
+        """The modules of the copy, those of stand-ins left out."""
+        return [copied for copied, _ in self._pairs]
+
     def copy_of(self, original: nn.Module) -> nn.Module:
         """The copy of one module of the user's tree."""
         return self._copies[original]
@@ -259,7 +264,7 @@ class TreeShell:
     def __init__(self, tree: TreeCopy, run: Run) -> None:
         self._tree = tree
         self._run = run
-        self._bound: list[tuple[str, dict[str, Tensor | None], str, Tensor, int]] = []
+        self._buffers = ShellBuffers(tree.buffers, tree.modules())
         self._unpacking = Unpacking(tree.packed_dtypes)
 
     @property
@@ -291,15 +296,7 @@ class TreeShell:
                 self._unpacking.bind(name, leaf, value)
             else:
                 leaf.data = value
-        self._bound.clear()
-        for name, places in self._tree.buffers.items():
-            buffer = tensors[name]
-            assert isinstance(buffer, Tensor), name
-            # .data: a version counter of its own, not that of the memory it is a view of
-            view = buffer.data
-            for held, local in places:
-                held[local] = view
-                self._bound.append((name, held, local, view, view._version))
+        self._buffers.bind(tensors)  # type: ignore[arg-type]  # buffers are never packed
 
     def unpack_within(self, module: nn.Module) -> None:
         """Have packed weights below a module of the shell's tree there only while that runs."""
@@ -309,15 +306,36 @@ class TreeShell:
         """Take over the ``training`` flags of the user's modules."""
         self._tree.sync_mode()
 
-    def __call__(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
-        """Run the layer; raises ModelError if it changed a buffer, which nothing would keep."""
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """What hangs in the places of the layer's buffers now, by full name."""
+        return self._buffers.values
+
+    @property
+    def changing(self) -> set[str]:
+        """The buffers that the layer's forward is known to write to in the mode it is in."""
+        return self._buffers.changing
+
+    def hang(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put other tensors in the places of some buffers, until they are bound again."""
+        self._buffers.hang(tensors)
+
+    def changed(self) -> list[str]:
+        """The buffers that were written to or replaced since they were bound or hung."""
+        return self._buffers.changed()
+
+    def run(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
+        """Run the layer; what it does to its buffers `changed` tells."""
         with self._unpacking.unpacked():
-            result = self._run(self._tree.module, boundary, inputs, context)
-        for name, held, local, view, version in self._bound:
-            if held[local] is not view or view._version != version:
-                raise ModelError(
-                    f"a buffer changed in forward: {name}\n"
-                    "hint: what a forward keeps in buffers (running statistics, rotary tables that "
-                    "grow with the length) is not supported yet; use a fixed one"
-                )
+            return self._run(self._tree.module, boundary, inputs, context)
+
+    def __call__(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
+        """Run the layer where nobody keeps its buffers; raises ModelError if it changed one."""
+        result = self.run(boundary, inputs, context)
+        for name in self.changed():
+            raise ModelError(
+                f"a buffer changed in forward: {name}\n"
+                "hint: here it is run for its result alone, and what it keeps in buffers would be "
+                "lost; use a fixed one"
+            )
         return result

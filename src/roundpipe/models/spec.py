@@ -43,6 +43,11 @@ class Shell(Protocol):
     """One layer on one device. Used by one thread at a time."""
 
     @property
+    def module(self) -> nn.Module:
+        """The shell's own module tree; of one structure in all shells of a layer."""
+        ...
+
+    @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The shell's own leaf parameters by full name, for gradients; the same objects always."""
         ...
@@ -67,11 +72,33 @@ class Shell(Protocol):
         """Take over the `training` flags of the user's modules; called at each call's start."""
         ...
 
-    def __call__(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """What hangs in the places of the layer's buffers now, by full name."""
+        ...
+
+    @property
+    def changing(self) -> set[str]:
+        """The buffers that the layer's forward is known to write to in the mode it is in."""
+        ...
+
+    def hang(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put other tensors in the places of some buffers, until they are bound again."""
+        ...
+
+    def changed(self) -> Sequence[str]:
+        """The buffers that were written to or replaced since they were bound or hung."""
+        ...
+
+    def run(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
         """Run the layer's forward under the caller's grad mode and return the next boundary.
 
-        Raises ModelError if the forward changed one of its buffers: nothing carries that back.
+        What it does to its buffers `changed` tells.
         """
+        ...
+
+    def __call__(self, boundary: Boundary, inputs: Inputs, context: Any) -> Boundary:
+        """Run it where nobody keeps its buffers; raises ModelError if it changed one."""
         ...
 
 
@@ -138,6 +165,11 @@ class ModelSpec(Protocol):
         """Whether the loss is its sum over tokens divided by ``num_items_in_batch``, if given."""
         ...
 
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the first label of a sequence is not trained: no token is before it."""
+        ...
+
     def needs_inputs(self, layer: int) -> bool:
         """Whether running this layer reads the microbatch's inputs (directly or by context)."""
         ...
@@ -151,4 +183,8 @@ class ModelSpec(Protocol):
 
         ``training`` flags are not a change. Costs well under a millisecond per hundred modules.
         """
+        ...
+
+    def accept_changes(self) -> None:
+        """Take the module's attributes as they are now; shells and contexts are to be made anew."""
         ...

@@ -7,6 +7,7 @@ model is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from torch import nn
 
 from roundpipe.errors import ModelError
 from roundpipe.store.four_bit import is_params4bit, move_into_base
+from roundpipe.store.freed import FreedMemory
 from roundpipe.store.layer import HostLayer
 from roundpipe.store.packed import cannot_train
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Iterator, Sequence, Set
 
     from torch import Tensor
 
@@ -50,6 +52,7 @@ def build_store(
     _refuse_trained(every, bases, trainable)
     owners: dict[str, HostLayer] = {}
     layers: list[HostLayer] = []
+    freed = FreedMemory()
     for index, tensors in enumerate(layer_tensors):
         for name in tensors:
             same = name not in owners or owners[name].tensors[name] is tensors[name]
@@ -71,6 +74,8 @@ def build_store(
         )
         owners.update(dict.fromkeys(own, layer))
         layers.append(layer)
+        freed.add(layer.weights.layout.num_bytes)
+    freed.give_back()
     return layers
 
 
@@ -123,6 +128,34 @@ def trained_state(model: nn.Module, layers: Sequence[HostLayer]) -> dict[str, Te
     }
     named = model.named_parameters(remove_duplicate=False)
     return {name: newest[tensor] for name, tensor in named if tensor in newest}
+
+
+class NewestState(Mapping[str, Any]):
+    """What `newest_state` holds, each tensor made when it is asked for: nothing is copied before.
+
+    What it gives may be a view of live memory. To be read while nothing is under way.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[HostLayer]) -> None:
+        self._state: dict[str, Any] = model.state_dict(keep_vars=True)
+        self._owners = {
+            id(layer.tensors[name]): (layer, name)
+            for layer in layers
+            for name in (*layer.trainable, *(layer.held.packed if layer.held is not None else ()))
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = self._state[name]
+        if id(tensor) not in self._owners or is_params4bit(tensor):
+            return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+        layer, own = self._owners[id(tensor)]
+        return layer.newest(own).detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def require_writable(

@@ -9,7 +9,7 @@ then means nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -45,14 +45,16 @@ def partial_sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def widened(layout: Layout) -> Layout:
     """The layout of partial sums, with the same gaps in proportion.
 
-    So what lies between two tensors of one dtype is cast with them: see `runs`.
+    So what lies between two tensors of one dtype is cast with them: see `runs`. Ends are aligned
+    from byte 0 on, so a dtype must begin where its own alignment does.
     """
     wide = Layout.of(())
     for dtype, group in groupby(layout.entries, key=itemgetter(2)):
         sums = partial_sum_dtype(dtype)
-        wide = wide.followed_by(
-            ((name, shape, sums) for name, shape, _ in group),
-            alignment=ALIGNMENT * sums.itemsize // dtype.itemsize,
+        alignment = ALIGNMENT * sums.itemsize // dtype.itemsize
+        begun = replace(wide, num_bytes=-(-wide.num_bytes // alignment) * alignment)
+        wide = begun.followed_by(
+            ((name, shape, sums) for name, shape, _ in group), alignment=alignment
         )
     return wide
 

@@ -17,6 +17,7 @@ from roundpipe.errors import ConfigError, ModelError
 from roundpipe.models.estimate.method import ALL_LINEAR
 from roundpipe.models.experts import is_stacked
 from roundpipe.models.routed import is_routed
+from roundpipe.models.text_only import other_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,8 +114,11 @@ def _add_adapters(model: nn.Module, lora: Lora) -> None:
     Raises ConfigError if no module is meant.
     """
     model.requires_grad_(False)
+    towers = tuple(f"{part}." for part in other_parts(model))  # text does not reach them
     chosen = [
-        name for name, module in model.named_modules() if _is_chosen(model, name, lora, module)
+        name
+        for name, module in model.named_modules()
+        if _is_chosen(model, name, lora, module) and not f"{name}.".startswith(towers)
     ]
     stacks = [(n, key) for key in sorted(lora.target_parameters) for n in _stacks(model, key)]
     if not chosen and not stacks:

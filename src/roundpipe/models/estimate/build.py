@@ -19,6 +19,7 @@ from roundpipe.models.causal_lm import chain_of
 from roundpipe.models.chunked_loss import TRAINED_ROWS, most_whole_tokens
 from roundpipe.models.estimate.adapter import apply_method
 from roundpipe.models.estimate.amount import Amount
+from roundpipe.models.estimate.boundaries import Boundaries
 from roundpipe.models.estimate.layer_run import META, Given, make_shell, run_layer
 from roundpipe.models.estimate.meter import Answering, Counts
 from roundpipe.models.estimate.profile import (
@@ -31,9 +32,12 @@ from roundpipe.models.estimate.profile import (
 )
 from roundpipe.models.estimate.sizes import layer_sizes
 from roundpipe.models.experts import most_tokens_at_once
+from roundpipe.models.loading.own_class import class_for, config_of
 from roundpipe.models.packable import packable
 from roundpipe.models.recording import record, structure_of
 from roundpipe.models.spec import Inputs
+from roundpipe.models.text_only import other_parts
+from roundpipe.plan.amounts import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
@@ -70,12 +74,14 @@ def count(
     was counted before, for another method that runs the same. Takes a second or two. Raises
     ModelError for what cannot be split exactly.
     """
-    model = _build(config, _DTYPES[bits]).train()
+    model, missing = _build(config, _DTYPES[bits])
+    model.train()
     apply_method(model, method)
     with Answering():
         split = _take_apart(model)
         layers = chain_of(split)
         kinds, representatives = _kinds(layers)
+        unread = _freeze_unread(model, layers)
         run = _Run(split, layers, _DTYPES[bits], config if fuse and _is_plain(model) else None)
         regimes = regimes or [
             Regime(longest, _count_kinds(run, representatives, lengths))
@@ -84,25 +90,68 @@ def count(
     packed = _packed_names(layers) if method.is_packed else frozenset()
     sizes = layer_sizes([layer.tensors for layer in layers], packed=packed)
     parameters = list(model.parameters())
+    own = [
+        LayerProfile(layer.name, kind, size, _own_boundary(run, index, representatives[kind]))
+        for index, (layer, kind, size) in enumerate(zip(layers, kinds, sizes, strict=True))
+    ]
     return Profile(
         name=name,
         method=method.name,
         bits=bits,
         parameters=sum(p.numel() for p in parameters),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        layers=tuple(map(LayerProfile, [layer.name for layer in layers], kinds, sizes)),
+        layers=tuple(own),
         regimes=tuple(regimes),
         longest=getattr(_text(model.config), "max_position_embeddings", None),
+        notes=_notes(model, unread, bits, missing),
+        unread=unread,
     )
 
 
-def _build(config: Any, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 (imports late)
+def _build(config: Any, dtype: torch.dtype) -> tuple[nn.Module, str]:
+    """The model without weights, as the class that wrote the files; what is missing of it."""
+    try:
+        return _made(config, dtype), ""
+    except ImportError as error:  # a vision tower from another package, which may not be there
+        text = _text(config)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = lines[0].partition(". ")[0] if lines else type(error).__name__
+        if text is config:
+            raise ModelError(f"a package is missing: {why}\nhint: install it") from error
+        return _made(text, dtype), f"counted without what reads images or sound: {why}"
 
+
+def _made(config: Any, dtype: torch.dtype) -> nn.Module:
+    kind = class_for(config)
     with META:
-        made: Any = AutoModelForCausalLM.from_config  # carries no types
-        model: nn.Module = made(config, dtype=dtype, trust_remote_code=False)
+        model: nn.Module = kind._from_config(config_of(kind, config), dtype=dtype)
     return model.to(META)  # some functions that draw do not ask which device is the default
+
+
+def _freeze_unread(model: nn.Module, layers: Sequence[CausalLayer]) -> int:
+    """Freeze what no layer reads, as wrapping does; how many parameters that are."""
+    read = {id(tensor) for layer in layers for tensor in layer.tensors.values()}
+    unread = [parameter for parameter in model.parameters() if id(parameter) not in read]
+    for parameter in unread:
+        parameter.requires_grad_(False)
+    return sum(parameter.numel() for parameter in unread)
+
+
+def _notes(model: nn.Module, unread: int, bits: int, missing: str) -> tuple[str, ...]:
+    notes = [missing] if missing else []
+    if unread:
+        parts = ", ".join(other_parts(model)) or "what else the model has"
+        notes.append(
+            f"text does not reach {unread / 1e9:.2f} B parameters ({parts}): "
+            f"{write_bytes(unread * bits // 8)} of the host and of what is saved, on no device"
+        )
+    return tuple(notes)
+
+
+def _own_boundary(run: _Run, index: int, representative: int) -> Amount | None:
+    """What a layer is given, if not what the layer is that its kind was counted on."""
+    found = run.boundaries.amount(index)
+    return None if found == run.boundaries.amount(representative) else found
 
 
 def _take_apart(model: nn.Module) -> Split:
@@ -162,7 +211,8 @@ def _kind_key(layer: CausalLayer) -> Any:
         return layer.name
     block = layer.split.blocks[layer.index]
     shapes = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()]
-    return structure_of(block), tuple(shapes)
+    flow = layer.split.flow.blocks[layer.index]
+    return structure_of(block), tuple(shapes), len(flow.takes), len(flow.gives), len(flow.objects)
 
 
 @dataclass
@@ -173,23 +223,23 @@ class _Run:
     layers: Sequence[CausalLayer]
     dtype: torch.dtype
     fuse: Any
+    boundaries: Boundaries = field(init=False)
     _context: CausalLMContext = field(init=False)
     _shells: dict[int, TreeShell] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._context = CausalLMContext(self.split, META)
+        self.boundaries = Boundaries(self.split, self._shell, self._context)
 
     def at(self, length: int, wanted: Sequence[int], *, wants_logits: bool = True) -> list[Counted]:
         """Run the ``wanted`` layers on one sequence of ``length``."""
         ids = torch.zeros(1, length, dtype=torch.long, device=META)
         inputs = Inputs((), {"input_ids": ids, "labels": ids}, wants_logits=wants_logits)
         calls = self._context(inputs, range(min(wanted), max(wanted) + 1))
-        with torch.no_grad():
-            hidden = self._shell(0)(None, inputs, None)
         counted = []
         for index in wanted:
             given = Given(
-                boundary=None if index == 0 else torch.empty_like(hidden),
+                boundary=None if index == 0 else self.boundaries.at(index, length),
                 inputs=inputs,
                 context={index: calls[index]} if index in calls else None,
                 dtype=self.dtype,

@@ -25,7 +25,6 @@ _LONGEST_LIST = 10_000
 _HARMLESS = ("theta", "base", "max_position", "length", "limit", "_id", "eps", "intermediate_size")
 # What describes files or this machine rather than the model, or names code to be fetched.
 _DROPPED = (
-    "architectures",
     "attn_implementation",
     "auto_map",
     "custom_pipelines",

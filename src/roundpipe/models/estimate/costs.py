@@ -119,7 +119,7 @@ def _layer_cost(
         weight_bytes=sizes.slot,
         gradient_bytes=sizes.sums,
         download_bytes=sizes.sums if sizes.shares else sizes.own_whole,
-        boundary_bytes=_whole(kind.boundary.at(*job.at)),
+        boundary_bytes=_whole((layer.boundary or kind.boundary).at(*job.at)),
         activation_bytes=_whole(kind.kept.at(*job.at)),
         peak_bytes=_whole(kind.peak(*job.at)) + sizes.unpacked,
         host_forward_seconds=kind.forward.calls * given.call_seconds,

@@ -96,11 +96,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer: its name, its kind (an index) and its sizes."""
+    """One layer: its name, its kind (an index) and its sizes.
+
+    ``boundary``: of its own input, where layers of its kind are not all given as much.
+    """
 
     name: str
     kind: int
     sizes: Sizes
+    boundary: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,12 @@ class Profile:
     regimes: tuple[Regime, ...]
     longest: int | None = None  # positions the model was made for
     notes: tuple[str, ...] = field(default=())
+    unread: int = 0  # parameters that no layer has, because text does not reach them
+
+    @property
+    def unread_bytes(self) -> int:
+        """What the host holds and no device ever does: a vision tower."""
+        return self.unread * self.bits // 8
 
     def kinds(self, length: int) -> tuple[Kind, ...]:
         """The kinds that layers have at ``length``."""
@@ -134,7 +144,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers; equal layers are written once."""
-        distinct = list(dict.fromkeys((layer.kind, layer.sizes) for layer in self.layers))
+        distinct = list(dict.fromkeys(map(_what, self.layers)))
         return {
             "name": self.name,
             "method": self.method,
@@ -143,10 +153,12 @@ class Profile:
             "trained_parameters": self.trained_parameters,
             "longest": self.longest,
             "notes": list(self.notes),
-            "layers": _runs(
-                [(layer.name, distinct.index((layer.kind, layer.sizes))) for layer in self.layers]
-            ),
-            "distinct": [[kind, _from_sizes(sizes)] for kind, sizes in distinct],
+            **({"unread": self.unread} if self.unread else {}),
+            "layers": _runs([(layer.name, distinct.index(_what(layer))) for layer in self.layers]),
+            "distinct": [
+                [kind, _from_sizes(sizes), *([] if boundary is None else [_from_amount(boundary)])]
+                for kind, sizes, boundary in distinct
+            ],
             "regimes": [
                 {"longest": regime.longest, "kinds": [_from_kind(kind) for kind in regime.kinds]}
                 for regime in self.regimes
@@ -156,7 +168,10 @@ class Profile:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """What `to_json` gave; raises KeyError, TypeError or ValueError for anything else."""
-        distinct = [(int(kind), _to_sizes(sizes)) for kind, sizes in data["distinct"]]
+        distinct = [
+            (int(kind), _to_sizes(sizes), *(Amount(*each) for each in boundary))
+            for kind, sizes, *boundary in data["distinct"]
+        ]
         return cls(
             name=str(data["name"]),
             method=str(data["method"]),
@@ -174,7 +189,12 @@ class Profile:
             ),
             longest=data["longest"],
             notes=tuple(data["notes"]),
+            unread=int(data.get("unread", 0)),
         )
+
+
+def _what(layer: LayerProfile) -> tuple[int, Sizes, Amount | None]:
+    return layer.kind, layer.sizes, layer.boundary
 
 
 def _runs(layers: Iterable[tuple[str, int]]) -> list[list[Any]]:

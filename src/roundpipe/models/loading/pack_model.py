@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roundpipe.models.blocks import find_blocks
+from roundpipe.models.find_blocks import find_blocks
 from roundpipe.models.packable import packable
 from roundpipe.models.shell import TensorNames, placeholder
 from roundpipe.store.frozen import Base

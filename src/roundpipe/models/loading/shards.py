@@ -33,7 +33,7 @@ _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _LARGEST_INDEX = 256 << 20
 _PIECE = 16 << 20  # bytes read at once where they are cast on the way
 _FETCH_AGAIN = "an interrupted download leaves such a file; fetch it again"
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -184,14 +184,14 @@ def _entry(path: Path, name: str, fields: Any, start: int) -> FileTensor:
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or begin > end:
         raise _broken(path, f"numbers in its header make no sense: {name}: {shape} {begin} {end}")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(
             f"a tensor is of a dtype that is not read: {path}: {name}: {dtype!r}\n"
             "hint: load the model in 16 bits; quantization=nf4 packs it while it is loaded"
         )
-    if prod(shape) * _DTYPES[dtype].itemsize != end - begin:
+    if prod(shape) * DTYPES[dtype].itemsize != end - begin:
         raise _broken(path, f"a tensor's bytes are not those of its shape: {name}: {shape}")
-    return FileTensor(name, tuple(shape), _DTYPES[dtype], path, start + begin, end - begin)
+    return FileTensor(name, tuple(shape), DTYPES[dtype], path, start + begin, end - begin)
 
 
 def _listed(folder: Path, name: str) -> dict[str, tuple[str, ...]]:

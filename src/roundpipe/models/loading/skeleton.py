@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError, ModelError
-from roundpipe.models.blocks import find_blocks
 from roundpipe.models.causal_lm import chain_of
 from roundpipe.models.estimate.meter import Answering
+from roundpipe.models.find_blocks import find_blocks
+from roundpipe.models.loading.own_class import class_for, config_of
+from roundpipe.models.mended import mend
 from roundpipe.models.recording import record
 from roundpipe.models.shell import TensorNames, walk
 
@@ -36,18 +38,20 @@ _META = torch.device("meta")
 def build(config: Any, dtype: torch.dtype, attn_implementation: str | None) -> Any:
     """Build a causal LM on the meta device, nothing tied yet; raises ConfigError if it cannot be.
 
-    The config is changed: it takes the dtype.
+    Of the class that wrote the files, where that makes text: see `class_for`. The config is
+    changed: it takes the dtype.
     """
-    from transformers import AutoModelForCausalLM, initialization  # noqa: PLC0415 (imports late)
+    from transformers import initialization  # noqa: PLC0415 (imports late)
 
+    kind = class_for(config)
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with (
         torch.device("meta"),
         initialization.no_tie_weights(),
         initialization.meta_device_safe_creation_ops(),
     ):
-        made: Any = AutoModelForCausalLM.from_config  # carries no types
-        model: Any = made(config, dtype=dtype, trust_remote_code=False, **chosen)
+        model: Any = kind._from_config(config_of(kind, config), dtype=dtype, **chosen)
+    mend(model)
     return model.to(_META).eval()
 
 
