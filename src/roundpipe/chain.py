@@ -19,6 +19,7 @@ from roundpipe.engine.updates import Update
 from roundpipe.errors import ConfigError
 from roundpipe.plan.timeline import Timeline
 from roundpipe.planner import Kind
+from roundpipe.timer import ModelTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roundpipe.config import RoundPipeRunConfig
+    from roundpipe.engine.call import Asked
     from roundpipe.engine.engine import Engine
     from roundpipe.engine.program import Program
     from roundpipe.engine.run import Call, Run, Timings
@@ -70,6 +72,7 @@ class Chain:
         self._num_runs = 0  # since planning from sizes
         self._num_recovered = 0  # failures of the engine that are known here
         self._timings: deque[Timings] = deque(maxlen=_REMEMBERED_RUNS)
+        self._timer = ModelTimer()
 
     @property
     def plan(self) -> Plan | None:
@@ -87,11 +90,14 @@ class Chain:
     def start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
         """Begin a training run; a further one of the same step is added to what is on the host."""
         is_further = bool(self.making.runs)
+        self.tell_times()
         if is_further:
             self._engine.drain()
         elif self._planner.learns:
             self._learn()
             call = replace(call, weighs=self._num_runs == 0)
+        if self._engine.state.is_in_order:
+            self._planner.keep_order()
         num_microbatches = len(call.microbatches)
         rows = max(map(rows_of, call.microbatches))
         plan = self._planner.plan(num_microbatches, config.execute_plan, rows=rows)
@@ -102,7 +108,8 @@ class Chain:
             accumulate=is_further,
             eager=self._is_eager,
         )
-        last = self._last if kind == self._kind and not is_further else None
+        is_free = not is_further and not self._engine.state.is_in_order
+        last = self._last if kind == self._kind and is_free else None
         start = last.program.schedule.next_start_device if last is not None else 0
         program = self._planner.training(kind, start)
         if last is None or self._modes != self._flags():
@@ -116,6 +123,7 @@ class Chain:
             self._measured = run
         self.making.runs.append(run)
         self._timings.append(run.timings)
+        self._timer.add(run)
         return run
 
     def start_forward(self, call: Call, config: RoundPipeRunConfig) -> Run:
@@ -123,7 +131,10 @@ class Chain:
         program = self._planner.forward(len(call.microbatches), config.execute_plan)
         self._last = None
         self._begin_idle()
-        return self._engine.start(program, call, follows=False)
+        self.tell_times()
+        run = self._engine.start(program, call, follows=False)
+        self._timer.add(run)
+        return run
 
     def run_differentiable(
         self, call: Call, config: RoundPipeRunConfig, wanted: tuple[bool, ...]
@@ -143,11 +154,15 @@ class Chain:
         return ForwardPass(run, backward, wanted, self.num_versions, self._modes)
 
     def run_backward(
-        self, forward: ForwardPass, gradients: Sequence[Sequence[Tensor | None]]
+        self,
+        forward: ForwardPass,
+        gradients: Sequence[Sequence[Tensor | None]],
+        asked: Asked | None = None,
     ) -> list[Sequence[Tensor | None]]:
         """The backward of a pass; its gradients are part of the step in making.
 
-        ``gradients``: for each microbatch those of its output's floating tensors. Returns for each
+        ``gradients``: for each microbatch those of its output's floating tensors; ``asked``: of
+        what loss, where it is known. Returns for each
         those of the inputs that want one. Blocks until all is on the host. Raises ConfigError if
         weights or modes are not those of the pass any more.
         """
@@ -166,12 +181,16 @@ class Chain:
             boundaries=forward.run.boundaries.held,
             gradients={(top, at): found for at, found in enumerate(gradients)},
             wanted=forward.wanted,
+            kept=forward.run.kept,
         )
         program = forward.backward(bool(self.making.runs))
         run = self._run_alone(program, replace(forward.run.call, continues=given))
         self._kind = None  # nothing follows it without a flush
         self.making.runs.append(run)
-        self.making.count_other()
+        if asked is None:
+            self.making.count_other()
+        else:
+            self.making.count(asked)
         return [run.gradients.held.get((0, at), ()) for at in range(len(gradients))]
 
     def _run_alone(self, program: Program, call: Call) -> Run:
@@ -181,7 +200,13 @@ class Chain:
         run = self._engine.start(program, call, follows=False)
         self._engine.wait_results(run)
         self._engine.drain()
+        self._timer.add(run)
+        self.tell_times()
         return run
+
+    def tell_times(self) -> None:
+        """Write what layers took, if somebody looks; see `ModelTimer`."""
+        self._timer.tell(self._planner.costs)
 
     def _learn(self) -> None:
         """Let the planner learn from the first runs, and again when times have drifted."""
@@ -211,15 +236,31 @@ class Chain:
         *,
         max_norm: float | None,
         scaler: GradScaler | None = None,
+        is_async: bool = False,
     ) -> Update:
-        """End the step in making by a function that finds all gradients in masters' ``.grad``."""
+        """End the step in making by a function that finds all gradients in masters' ``.grad``.
+
+        ``is_async``: the next call reads the masters as they are before the function changes them.
+        """
         self._engine.drain()
         scale, layers = self.making.token_scale, self._engine.layers
-        self.staleness, self._last = 0, None
+        if is_async:
+            for layer in layers:
+                layer.publish()
+                layer.split_masters()
+        self.staleness, self._last = int(is_async), None
         self.num_versions += 1
         self.making.end()  # whatever the function does, these gradients are used
+        self._engine.state.commit()
         try:
-            return Update.by_hand(layers, function, max_norm=max_norm, scale=scale, scaler=scaler)
+            return Update.by_hand(
+                layers,
+                function,
+                max_norm=max_norm,
+                scale=scale,
+                scaler=scaler,
+                publish=not is_async,
+            )
         finally:
             for layer in layers:
                 layer.clear_gradients()
@@ -241,6 +282,7 @@ class Chain:
             self._num_recovered = self._engine.num_recovered
             self.making.end()
             self._timings.clear()
+            self._timer.forget()
             self._last = self._measured = None
 
     def notice_load(self) -> None:
@@ -257,13 +299,23 @@ class Chain:
         self.num_versions += 1
         self._last = self._measured = self._sizes = None
 
+    def follow_attributes(self) -> None:
+        """Let devices have the module's attributes as they are now; nothing is under way."""
+        self._engine.spec.accept_changes()
+        self._engine.known.forget()
+        for model in self._engine.models:
+            model.forget_shells()
+            model.context = self._engine.spec.make_context(model.device.torch_device)
+        self._last = None
+
     def _begin_idle(self) -> None:
         """Let shells follow ``train()`` and ``eval()``, of submodules too, on idle devices."""
         self._engine.drain()
         for model in self._engine.models:
             model.sync_mode()
-        self._engine.draws.forget()
-        self._modes = self._flags()
+        if self._modes != self._flags():
+            self._engine.known.forget()
+            self._modes = self._flags()
 
     def _flags(self) -> list[bool]:
         return [module.training for module in self._modules]

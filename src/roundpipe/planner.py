@@ -27,9 +27,11 @@ from roundpipe.engine.measure import (
 )
 from roundpipe.engine.program import Program
 from roundpipe.errors import ConfigError, PlanError
+from roundpipe.models.buffers import statistics_in
 from roundpipe.models.ghost import declared_costs
 from roundpipe.plan.by_hand import (
     backward_of,
+    backward_part,
     balanced,
     forward_of,
     partition_in,
@@ -89,6 +91,7 @@ class Pass:
     to_inputs: bool = False
     staleness: int = 0
     accumulate: bool = False
+    recomputed: int | None = None  # the lowest layer that a pass which continues it recomputes
 
 
 class Planner:
@@ -115,6 +118,7 @@ class Planner:
         if self._schedule == "auto" and self._ground.is_on_cpu:
             # On the CPU copies take the cores that compute, so replicas bring nothing there.
             self._schedule = "round_robin"
+        self._keep_order(is_needed=bool(statistics_in(spec.module)))
         self._plans: dict[tuple[int, Partition | None], Plan] = {}
         self._lowered: dict[Kind | Pass, Schedule] = {}
         self._programs: dict[tuple[Kind | Pass, int], Program] = {}
@@ -129,6 +133,24 @@ class Planner:
         self._is_scaled = declared is not None or not self._ground.flops or self._ground.is_on_cpu
         self._plans.clear()
         self._forget_programs()
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What a device may hold, or had better not exceed; None where nothing limits it."""
+        return self._ground.memory_limit or self._ground.soft_limit
+
+    def _keep_order(self, *, is_needed: bool) -> bool:
+        """Choose no replicas and no rounds where a buffer goes from microbatch to microbatch."""
+        if not is_needed or self._schedule != "auto":
+            return False
+        self._schedule = "round_robin"
+        return True
+
+    def keep_order(self) -> None:
+        """A layer was found to change a buffer in forward: plan so that it sees all in order."""
+        if self._keep_order(is_needed=True):
+            self._plans.clear()
+            self._forget_programs()
 
     @property
     def learns(self) -> bool:
@@ -300,14 +322,16 @@ class Planner:
         The latter is told whether it adds to gradients of calls before in the step. ``to_inputs``:
         whether it gives gradients of what the first layer reads.
         """
-        plan = self.plan(num_microbatches, by_hand, rows=rows)
+        cut = None if by_hand is None else backward_part(by_hand)
+        plan = self.plan(num_microbatches, cut, rows=rows)
         forward = forward_of(by_hand, self.costs) if by_hand is not None else plan.forward
         stages = backward_of(plan.partition, forward if to_inputs else (), self.costs)
         saved = tuple(sorted({stage.start for stage in stages} - {0}))
         onward = Pass(
             stages, num_microbatches, continues=True, to_inputs=to_inputs, staleness=staleness
         )
-        program = self._pass(Pass(forward, num_microbatches, saved))
+        lowest = min(stage.start for stage in stages)
+        program = self._pass(Pass(forward, num_microbatches, saved, recomputed=lowest))
         return program, lambda accumulate: self._pass(replace(onward, accumulate=accumulate))
 
     def _pass(self, key: Pass) -> Program:
@@ -319,7 +343,13 @@ class Planner:
                     key.stages, devices=devices, microbatches=count, to_inputs=key.to_inputs
                 )
                 if key.continues
-                else forward_only(key.stages, devices=devices, microbatches=count, saved=key.saved)
+                else forward_only(
+                    key.stages,
+                    devices=devices,
+                    microbatches=count,
+                    saved=key.saved,
+                    recomputed=key.recomputed,
+                )
             )
             options = Options(costs=self.costs, staleness=key.staleness, accumulate=key.accumulate)
             self._lowered[key] = _lowered(computation, options, steps=1)

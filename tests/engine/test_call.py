@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from roundpipe.engine.call import (
+    Asked,
     LossRule,
     StepInMaking,
     ask_forward,
@@ -101,10 +102,14 @@ def test_the_models_loss_may_be_averaged_by_samples():
     assert shares(asked, [own()] * 3) == pytest.approx([1 / 3] * 3)
 
 
-@pytest.mark.parametrize("rule", [LossRule(), LossRule(computes_loss=True)])
-def test_no_loss_is_refused_with_the_way_out(rule):
-    with pytest.raises(ConfigError, match=r"no loss to train on(.|\n)*hint: loss_fn="):
-        ask_training((IDS,), {}, None, None, rule)
+def test_no_loss_is_refused_with_the_way_out():
+    refused = pytest.raises(ConfigError, match=r"no loss to train on(.|\n)*hint: loss_fn=")
+    with refused:
+        ask_training((IDS,), {}, None, None, LossRule(computes_loss=True))
+    asked = ask_training((IDS,), {}, None, None, LossRule())
+    for output in (IDS, {"loss": torch.tensor(1.0)}, ()):
+        with refused:
+            asked.loss(output, None, 0)
 
 
 def test_a_step_without_trained_tokens_is_refused():
@@ -188,3 +193,39 @@ def test_several_token_means_and_another_loss_in_one_step_are_refused():
         making.count(asked)
     with pytest.raises(ConfigError, match="means over tokens and some are not"):
         making.check(sums)
+
+
+def test_a_model_that_returns_its_loss_needs_no_function():
+    asked = ask_training((torch.zeros(4, 2),), {}, None, None, LossRule(cut=Cut(2)))
+    assert asked.loss is not None
+    assert asked.loss(torch.tensor([3.0]), None, 0) == 3.0
+    assert asked.loss((torch.tensor(1.0), torch.tensor(2.0)), None, 1).tolist() == [1.0, 2.0]
+    assert not asked.is_own
+
+
+def test_a_sequence_of_losses_is_a_vector_and_adds_up_each():
+    asked = ask_training(
+        (torch.zeros(6, 1),), {}, None, lambda *_: [torch.ones(1), torch.tensor(3.0)], LossRule()
+    )
+    assert asked.loss is not None
+    parts = [asked.loss(None, None, at) for at in range(6)]
+    assert torch.allclose(total_loss(parts), torch.tensor([1.0, 3.0]))
+    with pytest.raises(ConfigError, match="another number of losses"):
+        total_loss([torch.ones(2), torch.ones(3)])
+
+
+def test_with_a_routers_loss_the_whole_loss_is_a_mean_weighted_by_tokens():
+    inputs = {"input_ids": IDS, "labels": LABELS, "output_router_logits": True}
+    asked = ask_training((), inputs, None, None, LM)
+    assert all("num_items_in_batch" not in part.inputs.kwargs for part in asked.microbatches)
+    assert asked.tokens == asked.divisor
+
+
+def test_settled_calls_are_one_mean_over_their_tokens():
+    making = StepInMaking()
+    making.runs.append(None)
+    for tokens in (4, 12):
+        making.count(Asked([], None, tokens=tokens, divisor=4))
+    assert making.token_scale == making.settle() == 0.25
+    assert making.divisor == 16
+    assert making.settle() == 1.0

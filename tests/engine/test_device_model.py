@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from roundpipe.device.cpu import CpuDevice
 from roundpipe.engine.device_model import Arena, DeviceModel, pair_bytes
@@ -166,3 +167,35 @@ def test_dropping_what_is_in_flight_keeps_memory_and_shells(placed, device):
     assert model.shell(0) is not shell
     model.prepare(made)
     assert device.allocated_bytes == before
+
+
+def test_what_was_outgrown_is_given_back_before_more_is_taken(placed, monkeypatch):
+    """A view that is left somewhere, in a shell or as its gradient, would keep all of it."""
+    model, made, _ = placed
+    visits = [visit for visit in made.schedule.visits if visit.has_backward]
+    for turn, visit in enumerate(visits[:2]):
+        upload(model, visit, turn)
+        model.enter(visit, turn)
+        model.collect(visit, turn)
+        for parameter in model.shell(visit.layers[0]).parameters.values():
+            parameter.sum().backward()
+    old = [StorageWeakRef(a.buffer.untyped_storage()) for a in (model.weights, model.sums)]
+    left = []
+    fit = Arena.fit
+
+    def fitting(arena, *args, **kwargs):
+        arena.release()
+        left.append([each.expired() for each in old])
+        return fit(arena, *args, **kwargs)
+
+    monkeypatch.setattr(Arena, "fit", fitting)
+    costs = costs_from_sizes(model.spec, model.layers)
+    whole = round_robin(Partition((), range(4), ()), costs, devices=1, microbatches=2)
+    model.prepare(Program(lower(whole, Options(costs=costs))))
+    assert left == [[True, False], [True, True]]
+    upload(model, whole.visits[0], 0)
+    model.enter(whole.visits[0], 0)
+    model.collect(whole.visits[0], 0)
+    for parameter in model.shell(2).parameters.values():
+        parameter.sum().backward()
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.engine.random import DrawsFrom, LayerRandom, layer_seed, pass_seed
+from roundpipe.engine.random import DrawsFrom, Undrawn, layer_seed, pass_seed
 
 CPU = torch.device("cpu")
 X = torch.linspace(-1, 1, 40).reshape(4, 10)
@@ -123,21 +123,19 @@ def test_seeds_differ_in_each_number_and_fit_a_generator():
     assert pass_seed(1) != pass_seed(2)
 
 
-def test_a_layer_that_drew_nothing_runs_without_the_mode_until_modes_change():
-    random, made = LayerRandom(), []
+def test_a_draw_from_the_default_generator_is_noticed():
+    undrawn = Undrawn(CPU)
+    torch.rand(3, generator=torch.Generator())
+    nn.functional.dropout(X, 0.5, training=False)
+    assert not undrawn.has_drawn()
+    with torch.random.fork_rng(devices=[]):
+        undrawn = Undrawn(CPU)
+        torch.rand(1)
+        assert undrawn.has_drawn()
 
-    def make():
-        made.append(DrawsFrom(1, CPU))
-        return made[-1]
 
-    for layer, draws in ((0, False), (1, True)):
-        for _ in range(3):
-            with random.of(layer, make):
-                if draws:
-                    torch.rand(1)
-    assert len(made) == 1 + 3
-    random.forget()
-    with random.of(0, make):
-        found = torch.rand(1)
-    assert len(made) == 5
-    assert torch.equal(found, plainly(lambda: torch.rand(1), 1)[0])
+def test_a_draw_beside_a_lent_generator_is_not_missed():
+    undrawn = Undrawn(CPU)
+    with DrawsFrom(1, CPU):
+        torch.native_dropout(X, 0.5, True)  # lends the default generator: what is drawn is lost
+    assert undrawn.has_drawn()

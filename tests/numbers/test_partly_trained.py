@@ -185,8 +185,9 @@ def test_lora_steps_equal_a_plain_loop(
     same_bits({name: now[name] for name in frozen}, frozen)
 
 
+@pytest.mark.parametrize("waits", [True, False])
 def test_what_is_trained_may_change_between_steps(
-    batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits
+    waits, batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits
 ):
     """Freeze a layer, then let it loose again: the optimizer keeps its moments meanwhile."""
     reference = plain(tiny_tower(), square_loss)
@@ -201,13 +202,48 @@ def test_what_is_trained_may_change_between_steps(
         for layer, (mine, theirs) in enumerate(zip(model, reference.model, strict=True)):
             mine.requires_grad_(layer not in frozen)
             theirs.requires_grad_(layer not in frozen)
-        wrapped.synchronize()
+        if waits:
+            wrapped.synchronize()  # else the call takes it over
         batch = batches.points(6, seed=seed)
         expected = reference.forward_backward(batch, 3)
         reference.step(plain_adamw)
         assert torch.equal(train_xy(wrapped, batch, square_loss, 3), expected)
         wrapped.step(adamw)
         same_bits(wrapped.state_dict(), reference.model.state_dict())
+
+
+@pytest.mark.parametrize("make", [roundpipe.optim.AdamW, adamw_for])
+def test_layers_let_loose_one_by_one_join_the_optimizer_as_groups(
+    make, batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits
+):
+    """From the top down, each new layer with a rate of its own."""
+    reference, model = plain(tiny_tower(), square_loss), tiny_tower()
+    for each in (reference.model, model):
+        each[:-1].requires_grad_(requires_grad=False)
+    wrapped = wrap(model, 2)
+    plain_adamw = adamw_for(p for p in reference.model.parameters() if p.requires_grad)
+    adamw = make(wrapped.optim_parameters())
+    if make is roundpipe.optim.AdamW:
+        adamw.param_groups[0].update(lr=1e-2, weight_decay=0.1)
+    for step, layer in enumerate([None, 4, None, 3, 0]):
+        if layer is not None:
+            for each in (reference.model, model):
+                each[layer].requires_grad_(requires_grad=True)
+            wrapped.synchronize()
+            named = dict(wrapped.optim_named_parameters())
+            mine = [p for name, p in named.items() if name.startswith(f"{layer}.")]
+            assert len(mine) == len(list(model[layer].parameters()))
+            settings = {"lr": 1e-3 * (step + 1), "weight_decay": 0.01}
+            adamw.add_param_group({"params": mine, **settings})
+            plain_adamw.add_param_group(
+                {"params": list(reference.model[layer].parameters()), **settings}
+            )
+        batch = batches.points(6, seed=step)
+        expected = reference.forward_backward(batch, 3)
+        norm = reference.step(plain_adamw, 1.0)
+        assert torch.equal(train_xy(wrapped, batch, square_loss, 3), expected)
+        assert torch.equal(wrapped.step(adamw, max_grad_norm=1.0).grad_norm, norm)
+    same_bits(wrapped.state_dict(), reference.model.state_dict())
 
 
 def test_a_model_of_which_nothing_is_trained_runs_and_steps(

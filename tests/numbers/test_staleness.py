@@ -311,3 +311,23 @@ def test_loading_a_part_keeps_the_newest_of_the_rest(
             delayed.read(delayed.masters)
     same_bits(wrapped.state_dict(), delayed.newest())
     same_bits(dict(wrapped.optim_named_parameters()), delayed.masters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_late_and_exact_steps_by_a_function_follow_the_recurrence(
+    num_devices, dtype, batches, tiny_tower, square_loss, plain, wrap, train_xy, same_bits
+):
+    delayed = Delayed(plain(tiny_tower(dtype=dtype), square_loss), momentum)
+    wrapped = wrap(tiny_tower(dtype=dtype), num_devices)
+    optimizer = momentum(wrapped.optim_parameters())
+    kinds = [(True, True), (True, True), (False, True), (True, False), (True, True), (True, True)]
+    for seed, (is_async, by_function) in enumerate(kinds):
+        batch = batches.points(6, seed=seed, dtype=dtype)
+        expected = delayed.reference.forward_backward(batch, 3)
+        assert torch.equal(train_xy(wrapped, batch, square_loss, 3), expected), seed
+        delayed.step(is_async=is_async)
+        wrapped.step(optimizer.step if by_function else optimizer, is_async)
+        if seed == 4:  # nothing reads it yet, yet it is what is saved
+            same_bits(wrapped.state_dict(), delayed.newest())
+    same_bits(wrapped.state_dict(), delayed.newest())

@@ -96,6 +96,27 @@ def test_uneven_splits_run_the_microbatches_that_exist(
         wrapped.zero_grad()
 
 
+def test_a_causal_lm_runs_the_microbatches_that_exist(
+    batches, tiny_llama, plain, wrap, train_lm, same_bits, close_to
+):
+    """Batches of 1 to 9 sequences, each of other lengths, one after the other in four or fewer."""
+    wrapped = wrap(tiny_llama(layers=2), 2)
+    for size in range(1, 10):
+        lengths = [3 + (5 * at + size) % 11 for at in range(size)]
+        batch = batches.sequences(lengths, seed=size)
+        whole, reference = plain(tiny_llama(layers=2)), plain(tiny_llama(layers=2))
+        unsplit, expected = whole.forward_backward(batch, 1), reference.forward_backward(batch, 4)
+
+        found = train_lm(wrapped, batch, 4)
+
+        assert torch.equal(found, expected)
+        assert found.item() == pytest.approx(unsplit.item(), rel=1e-6)
+        gradients = wrapped.gradients()
+        same_bits(gradients, reference.gradients())
+        close_to(gradients, whole.gradients(), 2e-6)
+        wrapped.zero_grad()
+
+
 def test_a_planned_split_weighs_a_mean_by_samples(
     batches, tiny_tower, plain, wrap, train_xy, close_to
 ):
@@ -153,3 +174,25 @@ def test_a_loss_function_over_a_causal_lms_logits_equals_its_own_loss(
 
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     close_to(given.gradients(), own.gradients(), 2e-6)
+
+
+def test_gradients_looked_at_between_calls_are_those_of_one_mean(
+    batches, tiny_llama, plain, wrap, train_lm
+):
+    """The first call divided by its own tokens: whoever looks sees the mean over both calls'."""
+    reference, wrapped = plain(tiny_llama(layers=2)), wrap(tiny_llama(layers=2), 2)
+    both = [batches.sequences([5, 9], seed=0), batches.sequences([14, 12], seed=1)]
+    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in both)
+    for batch in both:
+        reference.forward_backward(batch, 2, tokens=tokens)
+        train_lm(wrapped, batch, 2)
+    expected = reference.gradients()
+    for _ in range(2):  # looking again changes nothing
+        wrapped.synchronize()
+        found = {name: p.grad for name, p in wrapped.named_parameters()}
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    before = {name: p.detach().clone() for name, p in wrapped.optim_named_parameters()}
+    wrapped.step(torch.optim.SGD(wrapped.optim_parameters(), lr=1.0))
+    wrapped.synchronize()
+    for name, master in wrapped.optim_named_parameters():
+        torch.testing.assert_close(before[name] - master, expected[name], rtol=1e-4, atol=1e-6)

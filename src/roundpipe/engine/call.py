@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
     from roundpipe.engine.run import Run
 
+    LossFn = Callable[[Any, Any], Tensor | Sequence[Tensor]]
+
+_HINT = "hint: loss_fn=…, or labels=… in input_kwargs for a causal LM"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -32,12 +36,14 @@ class Asked:
 
     ``tokens`` are the trained tokens of the call where its loss is a mean over tokens, else None.
     ``divisor`` is what the loss was divided by: ``tokens``, or the first call's of the step.
+    ``is_own``: the loss is part of what the model returns.
     """
 
     microbatches: Sequence[Microbatch]
     loss: Callable[[Any, Any, int], Tensor] | None
     tokens: int | None = None
     divisor: int | None = None
+    is_own: bool = False
 
     def reported(self, loss: Tensor) -> Tensor:
         """The call's own mean, where the sum was divided by another call's tokens."""
@@ -58,28 +64,31 @@ class LossRule:
     takes_num_items: bool = (
         False  # whether its loss divides by the ``num_items_in_batch`` it is given
     )
+    shifts_labels: bool = True  # whether its loss leaves out the first label of a sequence
 
 
 def ask_training(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     label: Any,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    loss_fn: LossFn | None,
     rule: LossRule,
 ) -> Asked:
     """Cut a training call and say what each microbatch's loss is.
 
-    Without ``loss_fn`` the model's own loss is used: a mean over the trained tokens of the whole
-    step. ``divisor``: tokens that an earlier call of the same step has divided by. With ``loss_fn``
-    the losses are summed if the caller gave ``num_microbatch``, else averaged by samples, unless
-    ``reduction`` says otherwise. Raises ConfigError where there is no loss to be had.
+    Without ``loss_fn`` a causal LM's own loss is used: a mean over the trained tokens of the whole
+    step; of any other model the output is the loss. A sequence of losses becomes a vector, of which
+    each element is one. ``divisor``: tokens that an earlier call of the same step has divided by.
+    With ``loss_fn`` the losses are summed if the caller gave ``num_microbatch``, else averaged by
+    samples, unless ``reduction`` says otherwise. Raises ConfigError where there is no loss.
     """
     reduction, divisor = rule.reduction, rule.divisor
     if reduction is not None:
         check_reduction(reduction)
     parts = split(args, kwargs, label, rule.cut)
-    if loss_fn is None:
+    if loss_fn is None and rule.computes_loss:
         return _own_loss(parts, kwargs, rule)
+    loss_of = _output_as_loss if loss_fn is None else loss_fn
     is_cut_by_caller = rule.cut.num_microbatch is not None or rule.cut.split_input is not None
     chosen = check_reduction(reduction or ("sum" if is_cut_by_caller else "mean"))
     tokens = [count_trained_tokens(part.label) if chosen == "token_mean" else 0 for part in parts]
@@ -91,7 +100,7 @@ def ask_training(
     factors = [loss_factor(chosen, count, total) for count in counts]
 
     def loss(outputs: Any, label: Any, microbatch: int) -> Tensor:
-        return scale_loss(_scalar(loss_fn(outputs, label)), factors[microbatch])
+        return scale_loss(_numbers(loss_of(outputs, label)), factors[microbatch])
 
     if chosen != "token_mean":
         return Asked(parts, loss)
@@ -108,10 +117,9 @@ def ask_forward(args: Sequence[Any], kwargs: Mapping[str, Any], rule: LossRule) 
 def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: LossRule) -> Asked:
     reduction, divisor = rule.reduction, rule.divisor
     labels = kwargs.get("labels")
-    if not rule.computes_loss or labels is None:
+    if labels is None:
         raise ConfigError(
-            "no loss to train on: no loss_fn, and the model computes none\n"
-            "hint: loss_fn=…, or labels=… in input_kwargs for a causal LM"
+            f"no loss to train on: no loss_fn, and no labels for the model's\n{_HINT}"
         )
     if reduction in ("sum", "mean"):
         total = LossCount(sum(part.num_samples for part in parts))
@@ -120,26 +128,29 @@ def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: Loss
         def scaled(outputs: Any, _: Any, microbatch: int) -> Tensor:
             return scale_loss(_scalar(outputs.loss), factors[microbatch])
 
-        return Asked(parts, scaled)
+        return Asked(parts, scaled, is_own=True)
 
     def own(outputs: Any, _: Any, __: int) -> Tensor:
         return _scalar(outputs.loss)
 
     if "num_items_in_batch" in kwargs:  # the caller counts, over calls of ours we know nothing of
-        return Asked(parts, own)
-    tokens = count_trained_tokens(labels)
+        return Asked(parts, own, is_own=True)
+    tokens = count_trained_tokens(labels, shifted=rule.shifts_labels)
     divided = divisor or tokens
     loss_factor("token_mean", LossCount(0, tokens), LossCount(0, divided))  # refuses a step of none
-    if rule.takes_num_items:
+    # With a router's auxiliary loss the whole loss is a mean weighted by tokens: that loss would
+    # else grow with the number of microbatches.
+    if rule.takes_num_items and not kwargs.get("output_router_logits"):
         parts = with_kwargs(parts, num_items_in_batch=divided)
-        return Asked(parts, own, tokens=tokens, divisor=divided)
-    counts = [count_trained_tokens(part.inputs.kwargs["labels"]) for part in parts]  # type: ignore[index]
+        return Asked(parts, own, tokens=tokens, divisor=divided, is_own=True)
+    own_labels = [(part.inputs.kwargs or {})["labels"] for part in parts]
+    counts = [count_trained_tokens(each, shifted=rule.shifts_labels) for each in own_labels]
     shares = [loss_factor("token_mean", LossCount(0, n), LossCount(0, divided)) for n in counts]
 
     def share(outputs: Any, _: Any, microbatch: int) -> Tensor:
         return scale_loss(_scalar(outputs.loss), shares[microbatch])
 
-    return Asked(parts, share, tokens=tokens, divisor=divided)
+    return Asked(parts, share, tokens=tokens, divisor=divided, is_own=True)
 
 
 def with_kwargs(parts: Sequence[Microbatch], **more: Any) -> list[Microbatch]:
@@ -148,6 +159,25 @@ def with_kwargs(parts: Sequence[Microbatch], **more: Any) -> list[Microbatch]:
         replace(part, inputs=Inputs(part.inputs.args, {**(part.inputs.kwargs or {}), **more}))
         for part in parts
     ]
+
+
+def _output_as_loss(outputs: Any, _: Any) -> Any:
+    """The loss of a model that returns it."""
+    for each in outputs if _is_sequence(outputs) else (outputs,):
+        if not isinstance(each, torch.Tensor) or each.numel() != 1:
+            raise ConfigError(f"no loss to train on: no loss_fn, and the output is none\n{_HINT}")
+    return outputs
+
+
+def _is_sequence(found: Any) -> bool:
+    return isinstance(found, (list, tuple)) and len(found) > 0
+
+
+def _numbers(loss: Any) -> Tensor:
+    """A loss, 0-d, or a sequence of them, 1-d."""
+    if _is_sequence(loss):
+        return torch.stack([_scalar(each) for each in loss])
+    return _scalar(loss)
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -162,6 +192,11 @@ def total_loss(losses: Sequence[Tensor | None]) -> Tensor:
     total = None
     for loss in losses:
         assert loss is not None
+        if total is not None and loss.shape != total.shape:
+            raise ConfigError(
+                "loss_fn gave another number of losses for one microbatch than for another: "
+                f"{loss.numel()} and {total.numel()}"
+            )
         total = loss.clone() if total is None else total + loss
     assert total is not None
     return total
@@ -188,6 +223,16 @@ class StepInMaking:
         if self._divisor is None or not total or self._divisor == total:
             return 1.0
         return self._divisor / total
+
+    def settle(self) -> float:
+        """What gradients must be multiplied by now, to be those of one mean over all tokens.
+
+        Whoever asks does it: from then on losses are means over all tokens so far.
+        """
+        scale = self.token_scale
+        if scale != 1.0:
+            self._divisor = sum(self._tokens)
+        return scale
 
     def check(self, asked: Asked) -> None:
         """Raise ConfigError for a call whose gradients must be scaled otherwise than the others'.

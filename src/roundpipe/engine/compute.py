@@ -18,8 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.engine.caller import AUTOCAST_DEVICES
-from roundpipe.engine.in_place import InPlace
-from roundpipe.engine.random import DrawsFrom, LayerRandom, layer_seed
+from roundpipe.engine.layer_run import Known, LayerRuns, Role, Task
 from roundpipe.engine.weigh import Scale
 from roundpipe.plan.actions import Action, Op
 
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roundpipe.engine.device_model import DeviceModel
+    from roundpipe.engine.layer_run import Kept
     from roundpipe.engine.run import Run
+    from roundpipe.engine.state import BufferState
     from roundpipe.models.spec import Boundary, Inputs
     from roundpipe.plan.schedule import Visit
 
@@ -51,6 +52,7 @@ class _LayerInput:
     boundary: Boundary
     inputs: Inputs
     context: Any
+    kept: Kept
 
 
 def leaf_tree(boundary: Boundary, *, wants_gradient: bool) -> tuple[Boundary, list[Tensor]]:
@@ -133,12 +135,11 @@ def _timed(run: Run, visit: Visit) -> Iterator[None]:
 
 
 class Compute:
-    """Runs the compute actions of one device. ``draws`` is shared by the devices of an engine."""
+    """Runs the compute actions of one device. The devices of an engine share all but the model."""
 
-    def __init__(self, model: DeviceModel, draws: LayerRandom) -> None:
+    def __init__(self, model: DeviceModel, known: Known, state: BufferState) -> None:
         self.model = model
-        self._draws = draws
-        self._in_place = InPlace()
+        self._runs = LayerRuns(model, known, state)
 
     def run(self, run: Run, action: Action) -> None:
         """What the compute stream runs for ``action``."""
@@ -179,16 +180,23 @@ class Compute:
         context = self.model.context(inputs, visit.layers)
         key = (visit.number, microbatch)
         sends = run.program.schedule.sends[key]
-        leaving = {}
+        keeps = run.program.schedule.keeps.get(visit.number, ())
+        leaving, kept = {}, {}
         scale = self._scale(run, visit, microbatch)
         for layer in visit.layers:
-            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context), scale)
+            role = Role.FORWARD if layer in keeps else Role.ONCE
+            task = Task(run, visit, layer, microbatch, role)
+            boundary, of_layer = self._layer(task, (boundary, inputs, context), scale)
+            if of_layer:
+                kept[layer] = of_layer
             if layer + 1 in sends:
                 leaving[layer + 1] = boundary
         if key in run.program.kept:
             self.model.kept[visit.layers.stop, microbatch] = boundary
         if leaving:
             self.model.leaving[key] = leaving
+        if kept:
+            self.model.leaving_kept[key] = kept
 
     @torch.enable_grad()
     def _fused(self, run: Run, visit: Visit, microbatch: int) -> None:
@@ -197,7 +205,8 @@ class Compute:
         boundary, leaves = leaf_tree(boundary, wants_gradient=visit.gives_gradient)
         scale = self._scale(run, visit, microbatch)
         for layer in visit.layers:
-            boundary = self._layer(run, layer, microbatch, (boundary, inputs, context), scale)
+            task = Task(run, visit, layer, microbatch, Role.ONCE)
+            boundary, _ = self._layer(task, (boundary, inputs, context), scale)
         assert run.call.loss is not None
         self._poison_sums(run, visit, microbatch)
         with scale.layer(visit.layers[-1]) if scale else nullcontext():
@@ -216,20 +225,26 @@ class Compute:
         boundary, inputs, _ = self._arrived(visit, microbatch)
         context = self.model.context(inputs, visit.layers)
         key = (visit.number, microbatch)
+        kept: dict[int, Kept] = self.model.arrived_kept.pop(key, {})
+        self.model.hold("compute", kept)
+        tasks = [
+            Task(run, visit, layer, microbatch, Role.RECOMPUTE, kept.get(layer, {}))
+            for layer in visit.layers
+        ]
         if run.call.recompute_by_layer:
-            kept = []
+            inner = []
             with torch.no_grad():
-                for layer in visit.layers:
-                    kept.append(_LayerInput(layer, boundary, inputs, context))
-                    if layer != visit.layers[-1]:  # the last runs once, with gradient
-                        boundary = self._layer(run, layer, microbatch, (boundary, inputs, context))
-            self.model.graphs[key] = _Graph([], [], kept)
+                for task in tasks:
+                    inner.append(_LayerInput(task.layer, boundary, inputs, context, task.kept))
+                    if task is not tasks[-1]:  # the last runs once, with gradient
+                        boundary, _ = self._layer(task, (boundary, inputs, context))
+            self.model.graphs[key] = _Graph([], [], inner)
             return
         with torch.enable_grad():
             boundary, inputs, leaves = _cut(run, visit, boundary, inputs)
             scale = self._scale(run, visit, microbatch)
-            for layer in visit.layers:
-                boundary = self._layer(run, layer, microbatch, (boundary, inputs, context), scale)
+            for task in tasks:
+                boundary, _ = self._layer(task, (boundary, inputs, context), scale)
         self.model.graphs[key] = _Graph(leaves, differentiable(boundary))
 
     def _backward(self, run: Run, visit: Visit, microbatch: int) -> None:
@@ -249,13 +264,14 @@ class Compute:
         leaves: list[Tensor] = []
         while graph.layers:
             kept = graph.layers.pop()
+            task = Task(run, visit, kept.layer, microbatch, Role.RECOMPUTE, kept.kept)
             with torch.enable_grad():
                 inputs = kept.inputs
                 if graph.layers:
                     boundary, leaves = leaf_tree(kept.boundary, wants_gradient=True)
                 else:
                     boundary, inputs, leaves = _cut(run, visit, kept.boundary, inputs)
-                out = self._layer(run, kept.layer, microbatch, (boundary, inputs, kept.context))
+                out, _ = self._layer(task, (boundary, inputs, kept.context))
             backward(differentiable(out), gradients)
             gradients = [leaf.grad for leaf in leaves]
         self._give(run, visit, microbatch, leaves)
@@ -278,25 +294,15 @@ class Compute:
         return Scale(run.sizes, (self.model.weights.buffer, self.model.sums.buffer))
 
     def _layer(
-        self,
-        run: Run,
-        layer: int,
-        microbatch: int,
-        given: tuple[Boundary, Inputs, Any],
-        scale: Scale | None = None,
-    ) -> Boundary:
-        """Run one layer's shell with the random draws that are its own."""
-        call = run.call
-        device = self.model.device.torch_device
-
-        def draw() -> DrawsFrom:
-            return DrawsFrom(layer_seed(call.seed, call.step, layer, microbatch), device)
-
+        self, task: Task, given: tuple[Boundary, Inputs, Any], scale: Scale | None = None
+    ) -> tuple[Boundary, Kept]:
+        """Run one layer, timed and weighed: what it returns and what its recompute needs."""
+        layer = task.layer
         weighed = scale.layer(layer, given[0]) if scale else nullcontext()
         begin = time.perf_counter()
-        with self._draws.of(layer, draw), weighed:
-            boundary = self._in_place.run(layer, self.model.shell(layer), given)
+        with weighed:
+            made = self._runs(task, given)
         if scale:
             scale.note_work(layer, self.model.shell(layer).work_bytes)
-        run.layer_seconds.setdefault(layer, []).append(time.perf_counter() - begin)
-        return boundary
+        task.run.layer_seconds.setdefault(layer, []).append(time.perf_counter() - begin)
+        return made

@@ -45,14 +45,19 @@ class Arena:
         self._counted = 0
         self.buffer: Tensor | None = None
 
+    def has_room(self, num_bytes: int, *, counts_as: int | None = None) -> bool:
+        """Whether `fit` would leave it where it is."""
+        counted = num_bytes if counts_as is None else counts_as
+        is_large = self.buffer is not None and self.buffer.numel() >= num_bytes
+        return is_large and self._counted >= counted
+
     def fit(self, num_bytes: int, *, counts_as: int | None = None) -> bool:
         """Have at least ``num_bytes``; return whether it moved. Nothing may be in flight.
 
         ``counts_as``: what they stand for on an emulated device.
         """
         counted = num_bytes if counts_as is None else counts_as
-        has_room = self.buffer is not None and self.buffer.numel() >= num_bytes
-        if has_room and self._counted >= counted:
+        if self.has_room(num_bytes, counts_as=counts_as):
             return False
         self.release()
         if isinstance(self._device, EmulatedDevice):
@@ -119,6 +124,8 @@ class DeviceModel:
         self.arrived_gradients: dict[tuple[int, int], Any] = {}
         self.leaving: dict[tuple[int, int], Any] = {}  # (visit, microbatch) -> goes down
         self.leaving_gradients: dict[tuple[int, int], Any] = {}
+        self.leaving_kept: dict[tuple[int, int], Any] = {}  # what forward keeps for recompute
+        self.arrived_kept: dict[tuple[int, int], Any] = {}
         self.graphs: dict[tuple[int, int], Any] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedTensor]] = {}
         self._sum_views: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -162,10 +169,14 @@ class DeviceModel:
             if program.schedule.trains(visit)
         }
         stands_for = _declared_bytes(program)
-        if self.weights.fit(pair_bytes(program, weights), counts_as=stands_for[0]):
-            self._views.clear()
-        if self.sums.fit(pair_bytes(program, sums), counts_as=stands_for[1]):
-            self._sum_views.clear()
+        needs = [
+            (self.weights, pair_bytes(program, weights), stands_for[0]),
+            (self.sums, pair_bytes(program, sums), stands_for[1]),
+        ]
+        if not all(arena.has_room(size, counts_as=counted) for arena, size, counted in needs):
+            self._let_go()
+        for arena, size, counted in needs:
+            arena.fit(size, counts_as=counted)
         for visit in program.schedule.visits_on(self.index):
             for layer in visit.layers:
                 self.shell(layer)
@@ -179,12 +190,29 @@ class DeviceModel:
             self.arrived_gradients,
             self.leaving,
             self.leaving_gradients,
+            self.leaving_kept,
+            self.arrived_kept,
             self.graphs,
             self._collecting,
         ):
             held.clear()
         if isinstance(self.device, EmulatedDevice):
             self.device.forget_loads()
+
+    def _let_go(self) -> None:
+        """Drop every view of the arenas: while one is left, their memory is not given back."""
+        self._views.clear()
+        self._sum_views.clear()
+        self._collecting.clear()
+        for layer, shell in self.shells.items():
+            nothing = {
+                each.name: torch.empty(0, dtype=each.dtype, device=self.device.torch_device)
+                for each in self.layers[layer].slot_layout.slices
+            }
+            for name, parameter in shell.parameters.items():
+                parameter.grad = None
+                nothing[name] = parameter.detach().new_empty(0)
+            shell.bind(nothing)
 
     def forget_shells(self) -> None:
         """Make shells anew at their next use: what is trained has changed."""

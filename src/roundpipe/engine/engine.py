@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 from roundpipe.engine.device_model import DeviceModel
 from roundpipe.engine.handover import Handover
 from roundpipe.engine.issue import Issuer
+from roundpipe.engine.layer_run import Known
 from roundpipe.engine.partials import Partials
 from roundpipe.engine.passing import PassingBlocks
 from roundpipe.engine.pool import RESULTS
 from roundpipe.engine.program import HOST, Program
-from roundpipe.engine.random import LayerRandom
 from roundpipe.engine.run import Call, Run
 from roundpipe.engine.staging import Staging
+from roundpipe.engine.state import BufferState
 from roundpipe.engine.traffic import Traffic
 from roundpipe.engine.updates import LossScale, Update
 from roundpipe.engine.watchdog import Watchdog
 from roundpipe.errors import DeviceError, StallError, StepError
+from roundpipe.models.buffers import statistics_in
 from roundpipe.plan.actions import OF_LAYERS, Action
 from roundpipe.plan.footprint import Footprints, Turns
 
@@ -73,7 +75,8 @@ class Engine:
     ) -> None:
         self.pool, self.spec, self.layers = pool, spec, layers
         self._watchdog = Watchdog(pool, stall_seconds)
-        self.draws = LayerRandom()
+        self.known = Known()
+        self.state = BufferState(layers, statistics_in(spec.module))
         pages = pages or pool.pages
         passing = PassingBlocks(pages)
         self.models = [
@@ -82,7 +85,7 @@ class Engine:
         ]
         self._partials = Partials(layers, pages)
         self._issuer = Issuer(pool, self.models, layers, self._partials, self.fail)
-        self._issuer.draw_from(self.draws)
+        self._issuer.share(self.known, self.state)
         self._turns = Turns()
         self._active: list[tuple[Run, Update | None]] = []
         self._last: Run | None = None
@@ -146,6 +149,7 @@ class Engine:
         if run.program.schedule.is_eager and not update.is_eager:
             self._step_whole(run, update)
             return
+        self.state.stepped()
         run.update = update  # before the look at its failure: `fail` looks the other way round
         others = [pair for pair in self._active if pair[0] is not run]
         self._active = [*others, (run, update)]  # a drain since the call has taken it out
@@ -162,6 +166,7 @@ class Engine:
             self.drain()
             self._active.append((run, update))
             update.run(run.program.updated)
+            self.state.commit()
         except BaseException as error:
             update.fail(error)  # whoever waits for it must not wait for ever
             if not self._active:  # the run itself had failed
@@ -185,6 +190,7 @@ class Engine:
             self.fail(self._last, error)
         self.raise_failure()
         self._land()
+        self.state.write()
         self._last = None
         self._active.clear()
 
@@ -243,6 +249,10 @@ class Engine:
     def _recover(self) -> str:
         """Bring the state to the last committed step's; what there is to tell of it."""
         self._land()
+        if any(update is not None and update.is_committed for _, update in self._active):
+            self.state.write()  # the calls of a step that committed had ended well
+        else:
+            self.state.take_back()
         note = self._finish_updates()
         self._forget_in_flight()
         self._failed, self._is_told = None, False
@@ -264,6 +274,9 @@ class Engine:
         The pool is its owner's to close.
         """
         if not self._is_told and self._settle(patient=False):
+            if self._failed is None:
+                self.state.write()
+                self.state.commit()
             self._recover()
             for model in self.models:
                 model.staging.close()

@@ -93,6 +93,11 @@ def own_copy(tree: Any) -> Any:
     return pytree.tree_map(_cut, tree)
 
 
+def detached(tree: Any) -> Any:
+    """A tree's tensors without their graph, as they are."""
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
+
+
 def _whole(leaf: Tensor, parts: Gradients, sizes: Sequence[int]) -> Tensor | None:
     some = [part for part in parts if part is not None]
     if not some:

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from roundpipe.device.api import Event
     from roundpipe.device.emulated_links import Load
     from roundpipe.engine.device_model import DeviceModel
+    from roundpipe.engine.layer_run import Known
     from roundpipe.engine.partials import Partials
     from roundpipe.engine.pool import DevicePool
     from roundpipe.engine.program import Item
-    from roundpipe.engine.random import LayerRandom
     from roundpipe.engine.run import Run
+    from roundpipe.engine.state import BufferState
     from roundpipe.plan.actions import Action
     from roundpipe.store.layer import HostLayer
 
@@ -55,9 +56,9 @@ class Issuer:
         is_fake = isinstance(pool.host, FakeDevice)
         self.claims = Claims(pool.host, models, layers) if is_fake else None
 
-    def draw_from(self, draws: LayerRandom) -> None:
-        """Let all devices take their random draws from one place."""
-        self._computes = [Compute(model, draws) for model in self._models]
+    def share(self, known: Known, state: BufferState) -> None:
+        """Let all devices know the same of the model's layers."""
+        self._computes = [Compute(model, known, state) for model in self._models]
 
     def issue(self, run: Run, worker: int, items: Sequence[Item]) -> None:
         """Put ``items`` on the worker's streams; blocks while others have not issued yet."""

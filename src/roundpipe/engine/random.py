@@ -11,19 +11,45 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe.engine.choices import CHOOSING, chooses
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from roundpipe.engine.choices import Noting, Replaying
 
 
-# The default generators belong to the process; whoever lends them a state must be alone.
-_DEFAULT_GENERATOR = threading.Lock()
+class _Loans:
+    """The default generators belong to the process; whoever lends them a state must be alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count, self.is_lent = 0, False
+
+    @contextmanager
+    def one(self, default: torch.Generator, own: torch.Generator) -> Iterator[None]:
+        """Lend ``default`` the state of ``own``, and take back how far it came."""
+        with self._lock:
+            self.is_lent = True
+            kept = default.get_state()
+            default.set_state(own.get_state())
+            try:
+                yield
+            finally:
+                own.set_state(default.get_state())
+                default.set_state(kept)
+                self.count += 1
+                self.is_lent = False
+
+
+_LOANS = _Loans()
 
 
 def layer_seed(seed: int, step: int, layer: int, microbatch: int) -> int:
@@ -38,12 +64,18 @@ def pass_seed(seed: int) -> int:
 
 
 class DrawsFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Let every random operation under it draw from one generator; notes whether any did."""
+    """Let every random operation under it draw from one generator; notes whether any did.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    ``choices``: what runs the operations that choose by values, else they run as they are.
+    """
+
+    def __init__(
+        self, seed: int, device: torch.device, choices: Noting | Replaying | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.device = device
+        self.choices = choices
         self.generator: torch.Generator | None = (
             None  # made at the first draw: most layers have none
         )
@@ -61,6 +93,11 @@ class DrawsFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self.choices is not None and func in CHOOSING and chooses(func, args):
+            return self.choices(func, args, kwargs, partial(self._drawn, func, args, kwargs))
+        return self._drawn(func, args, kwargs)
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
@@ -77,15 +114,8 @@ class DrawsFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation that only knows its device's default generator, lent our state."""
         assert self.generator is not None
-        default = _default_generator(self.device)
-        with _DEFAULT_GENERATOR:
-            kept = default.get_state()
-            default.set_state(self.generator.get_state())
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self.generator.set_state(default.get_state())
-                default.set_state(kept)
+        with _LOANS.one(_default_generator(self.device), self.generator):
+            return func(*args, **kwargs)
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -123,28 +153,19 @@ def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-class LayerRandom:
-    """Which layers draw, found while their first whole forward runs; shared by all devices."""
+class Undrawn:
+    """Tells whether a layer that is believed to draw nothing has drawn from the default generator.
 
-    def __init__(self) -> None:
-        self._draws: dict[int, bool] = {}
+    That belongs to the process: while anyone else draws from it the answer may be yes for nothing,
+    never no for something.
+    """
 
-    def forget(self) -> None:
-        """Look again: the model went to training or evaluation mode."""
-        self._draws.clear()
+    def __init__(self, device: torch.device) -> None:
+        self._generator = _default_generator(device)
+        self._state = self._generator.get_state()
+        self._num_loans, self._is_lent = _LOANS.count, _LOANS.is_lent
 
-    @contextmanager
-    def _watched(self, layer: int, mode: DrawsFrom) -> Iterator[None]:
-        with mode:
-            yield
-        self._draws[layer] = self._draws.get(layer, False) or mode.generator is not None
-
-    def of(
-        self, layer: int, make: Callable[[], DrawsFrom]
-    ) -> AbstractContextManager[None] | DrawsFrom:
-        """What to run ``layer`` under: nothing for a layer that is known to draw nothing."""
-        draws = self._draws.get(layer)
-        if draws is False:
-            return nullcontext()
-        mode = make()
-        return mode if draws else self._watched(layer, mode)
+    def has_drawn(self) -> bool:
+        """Whether anything may have been drawn since this was made."""
+        was_lent = self._is_lent or _LOANS.is_lent or self._num_loans != _LOANS.count
+        return was_lent or not torch.equal(self._state, self._generator.get_state())

@@ -76,12 +76,44 @@ class Continues:
     """What a backward whose forward ran as a pass of its own is given, by (boundary, microbatch).
 
     ``gradients``: of the floating tensors that the last layer returned, None where there is none.
-    ``wanted``: which leaves of the inputs' pytree want a gradient, if any.
+    ``wanted``: which leaves of the inputs' pytree want a gradient, if any. ``kept``: what forward
+    has kept for recompute.
     """
 
     boundaries: Mapping[tuple[int, int], Any]
     gradients: Mapping[tuple[int, int], Sequence[Tensor | None]]
     wanted: tuple[bool, ...] = ()
+    kept: KeptData | None = None
+
+
+@dataclass
+class KeptData:
+    """On the host, what forward keeps for recompute; let go when that takes it.
+
+    ``begun``: by layer, buffers before the first microbatch that changed them.
+    """
+
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    begun: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def copy(self) -> KeptData:
+        """The same for a run that takes it anew."""
+        return KeptData(dict(self.held), dict(self.begun))
+
+    def put(self, layer: int, microbatch: int, kept: Any) -> None:
+        """Keep it for the one recompute of this layer and microbatch."""
+        self.held[layer, microbatch] = kept
+
+    def take(self, layers: range, microbatch: int) -> dict[int, Any]:
+        """What was kept of a microbatch, by layer; most layers keep nothing."""
+        found: dict[int, Any] = {}
+        for layer in layers:
+            kept = self.held.pop((layer, microbatch), {})
+            if layer in self.begun:
+                kept = {"buffers": self.begun[layer], **kept}
+            if kept:
+                found[layer] = kept
+        return found
 
 
 @dataclass
@@ -148,6 +180,7 @@ class Run:
         given = call.continues or Continues({}, {})
         self.boundaries = Boundaries(dict(program.boundary_uses), dict(given.boundaries))
         self.gradients = Boundaries({}, dict(given.gradients))
+        self.kept = KeptData() if given.kept is None else given.kept.copy()
         num_microbatches = program.schedule.num_microbatches
         self.losses: list[Tensor | None] = [None] * num_microbatches
         self.outputs: list[Any] = [None] * num_microbatches

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from roundpipe.engine.cuts import chunk_range
 from roundpipe.models.spec import Inputs
 from roundpipe.plan.actions import Action, Op
+from roundpipe.plan.schedule import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,6 +105,10 @@ def activation_in(run: Run, model: DeviceModel, action: Action) -> None:
     is_last = visit.layers.stop == run.program.num_layers
     label = _up(model, action.op, piece.label) if is_last else None
     model.arrived[visit.number, microbatch] = (boundary, inputs, label)
+    if visit.phase is Phase.BACKWARD:
+        kept = run.kept.take(visit.layers, microbatch)
+        if kept:
+            model.arrived_kept[visit.number, microbatch] = _up(model, action.op, kept)
 
 
 def gradient_in(run: Run, model: DeviceModel, action: Action) -> None:
@@ -116,8 +121,10 @@ def gradient_in(run: Run, model: DeviceModel, action: Action) -> None:
 def activation_out(run: Run, model: DeviceModel, action: Action) -> None:
     """``a``: bring down boundaries that other visits read, or a microbatch's loss and outputs."""
     visit, microbatch = _of(run, action)
-    leaving = model.leaving.pop((visit.number, microbatch))
-    model.hold("activations_down", leaving)
+    key = (visit.number, microbatch)
+    leaving = model.leaving.pop(key, {})
+    kept = model.leaving_kept.pop(key, None)
+    model.hold("activations_down", (leaving, kept))
     if visit.has_backward:
         loss, outputs = leaving
         run.losses[microbatch] = _down(model, action.op, loss)
@@ -129,6 +136,8 @@ def activation_out(run: Run, model: DeviceModel, action: Action) -> None:
         else:
             value = _down(model, action.op, value)  # noqa: PLW2901
             run.boundaries.put(boundary, microbatch, value)
+    for layer, of_layer in (_down(model, action.op, kept) or {}).items():
+        run.kept.put(layer, microbatch, of_layer)
 
 
 def gradient_out(run: Run, model: DeviceModel, action: Action) -> None:

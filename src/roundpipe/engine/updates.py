@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from roundpipe.engine.step_function import StepFunction
 from roundpipe.errors import ConfigError, StepError
 from roundpipe.optim.clip import clip_coefficient, layer_norms, total_norm
 from roundpipe.optim.host import LayeredUpdate
@@ -81,7 +82,7 @@ class Update:
     def __init__(  # noqa: PLR0913 - all that a step may be asked for
         self,
         layers: Sequence[HostLayer],
-        optimizer: LayeredUpdate | WholeUpdate | _Function,
+        optimizer: LayeredUpdate | WholeUpdate | StepFunction,
         *,
         max_norm: float | None,
         scale: float = 1.0,
@@ -116,13 +117,15 @@ class Update:
         max_norm: float | None,
         scale: float = 1.0,
         scaler: GradScaler | None = None,
+        publish: bool = True,
     ) -> Update:
         """A whole update now, in this thread: gradients into masters' ``.grad``, call, publish.
 
-        All gradients must be on the host. Blocks until the working weights are written.
+        All gradients must be on the host. Blocks until the working weights are written. Where
+        ``scaler`` does not skip a step that overflows the function may: it is called all the same.
         """
-        whole = _Function(layers, function)
-        update = cls(layers, whole, max_norm=max_norm, scale=scale, publish=True, scaler=scaler)
+        whole = StepFunction(layers, function)
+        update = cls(layers, whole, max_norm=max_norm, scale=scale, publish=publish, scaler=scaler)
         update.run([layer.index for layer in layers if layer.trainable])
         return update
 
@@ -163,7 +166,7 @@ class Update:
         assert self._left is not None
         if self.is_eager and layer not in self._norms:
             self.norm(layer)
-        if self.skipped:
+        if self.skipped and not self._is_told_of_overflow():
             self._layers[layer].clear_gradients()
         elif isinstance(self._optimizer, LayeredUpdate):
             self._optimizer.update_layer(layer, grad_scale=self._grad_scale, publish=self._publish)
@@ -175,6 +178,13 @@ class Update:
             self._left.remove(layer)
         if self.is_eager and not self._left:
             self._tell()
+
+    def _is_told_of_overflow(self) -> bool:
+        """Whether what updates looks at gradients that are not finite itself: a function may."""
+        if not isinstance(self._optimizer, StepFunction) or self._scaler is not None:
+            return False
+        self._optimizer.is_finite = False
+        return not self._is_whole_begun
 
     def nothing_to_do(self) -> None:
         """The step has no layer to update."""
@@ -225,34 +235,6 @@ class Update:
     def _tell(self) -> None:
         self.grad_norm = self._total()
         self.known.set()
-
-
-class _Function:
-    """A user's function in an optimizer's place."""
-
-    def __init__(self, layers: Sequence[HostLayer], function: Callable[[], object]) -> None:
-        self._layers = layers
-        self._function = function
-
-    @torch.no_grad()
-    def update_whole(self, *, grad_scale: Tensor | None = None, publish: bool = True) -> None:
-        """Call the function with gradients in place, then publish what it made of the masters."""
-        assert publish
-        for layer in self._layers:
-            for name, gradient in layer.take_gradients().items():
-                master = layer.masters[name]
-                gradient = gradient.to(master.dtype)  # noqa: PLW2901
-                master.grad = gradient if grad_scale is None else gradient * grad_scale
-        try:
-            with torch.enable_grad():
-                self._function()
-        finally:
-            for layer in self._layers:
-                for master in layer.masters.values():
-                    master.grad = None
-                layer.clear_gradients()
-        for layer in self._layers:
-            layer.publish()
 
 
 class StepResult:

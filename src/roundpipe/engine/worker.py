@@ -38,6 +38,11 @@ class Worker:
             self._thread.join(timeout)
 
 
+def is_worker() -> bool:
+    """Whether this is one of our threads: a device's, or one that issues."""
+    return threading.current_thread().name.startswith("roundpipe ")
+
+
 def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         try:

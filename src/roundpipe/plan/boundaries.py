@@ -1,7 +1,8 @@
 """The first pass: how boundary activations and their gradients get from visit to visit.
 
 They go through the host, except where the next user runs on the same device. A recompute always
-takes its input from the host: by then the device has forgotten it.
+takes its input from the host: by then the device has forgotten it. The same way goes what the
+forward of its layers keeps for it: mostly nothing, but nobody knows that before a layer has run.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def _bring_in(
         free = two_turns_ago(uses, at, last_compute)
         makers = () if key in draft.base.resident else needs[compute[0]]
         sources = [Action(Op.ACTIVATION_OUT, home[made].number, microbatch) for made in makers]
+        kept = draft.base.kept_for.get(key, ())
+        sources += [Action(Op.ACTIVATION_OUT, keeper, microbatch) for keeper in kept]
         arrival = draft.put(up, Action(Op.ACTIVATION_IN, *key), [*sources, *free])
         draft.waits[compute[0]].append(arrival)
         if visit.phase is Phase.BACKWARD and key not in draft.base.resident_gradient:

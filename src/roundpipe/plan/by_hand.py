@@ -6,7 +6,7 @@ them take about equally long and can be dealt in turn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from roundpipe.errors import ConfigError, PlanError
@@ -44,6 +44,17 @@ def partition_of(by_hand: ModelExecutePlan, costs: Costs) -> Partition:
     partition = Partition(tuple(by_hand.fwd_plan), by_hand.bwd_plan[0], tuple(below))
     require_whole(partition, costs)
     return partition
+
+
+def backward_part(by_hand: ModelExecutePlan) -> ModelExecutePlan:
+    """A plan for a forward and its backward as one for both at once: what backward is cut from.
+
+    Forward stages go up to the last layer there, so they are cut where the first backward stage
+    begins.
+    """
+    top = by_hand.bwd_plan[0].start if by_hand.bwd_plan else 0
+    below = [range(s.start, min(s.stop, top)) for s in by_hand.fwd_plan if s.start < top]
+    return replace(by_hand, fwd_plan=below)
 
 
 def require_whole(partition: Partition, costs: Costs) -> None:

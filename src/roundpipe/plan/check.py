@@ -255,7 +255,7 @@ def accesses_are_ordered(replay: Replay) -> Iterator[str]:
                 yield f"{who} touches {buffer} without waiting for {back}{other[1]}"
 
 
-_MADE_BY_NAME = frozenset({"boundary", "boundary_gradient", "gradient", "norm"})
+_MADE_BY_NAME = frozenset({"boundary", "boundary_gradient", "kept", "gradient", "norm"})
 _MADE_FOR_VISIT = frozenset({"slot", "sums", "in", "grad_in", "out"})  # used in turn
 
 

@@ -12,6 +12,7 @@ places for activations each way), so their names end in the turn's parity::
     ("sums", device, turn)       gradients on the device
     ("in" | "grad_in" | "out", device, turn)   activations and gradients of one microbatch
     ("boundary" | "boundary_gradient" | "loss", step, ...)  on the host, made anew in each step
+    ("kept", step, visit, microbatch)  on the host, what a forward visit keeps for recompute
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class Footprints:
         if action.op is Op.ACTIVATION_IN:
             resident = key in self.schedule.resident or visit.layers.start == 0
             made = () if resident else (("boundary", step, visit.layers.start, microbatch),)
+            kept = self.schedule.kept_for.get(key, ())
+            made = (*made, *(("kept", step, keeper, microbatch) for keeper in kept))
             return Footprint(made, (("in", device, turn),))
         if action.op is Op.GRADIENT_IN:
             made = (("boundary_gradient", step, visit.layers.stop, microbatch),)
@@ -129,8 +132,10 @@ class Footprints:
             return Footprint(out, (("boundary_gradient", step, visit.layers.start, microbatch),))
         if visit.has_backward:
             return Footprint(out, (("loss", step, microbatch),))
-        sends = self.schedule.sends[key]
-        return Footprint(out, tuple(("boundary", step, to, microbatch) for to in sends))
+        left = [("boundary", step, to, microbatch) for to in self.schedule.sends[key]]
+        if visit.number in self.schedule.keeps:
+            left.append(("kept", step, *key))
+        return Footprint(out, tuple(left))
 
     def _compute(self, visit: Visit, action: Action) -> Footprint:
         assert action.microbatch is not None

@@ -184,10 +184,12 @@ def forward_only(
     microbatches: int,
     start_device: int = 0,
     saved: Iterable[int] = (),
+    recomputed: int | None = None,
 ) -> Schedule:
     """A pass without gradient, dealt round-robin; the last visit's outputs are the result.
 
-    So are the boundaries in ``saved``: the inputs of the stages of a later ``backward_only``.
+    So are the boundaries in ``saved``: the inputs of the stages of a later ``backward_only``, which
+    recomputes the layers from ``recomputed`` on; None: nothing does.
     """
     starts, top = set(saved), stages[-1].stop
     visits = []
@@ -205,9 +207,10 @@ def forward_only(
                 results=tuple(to for to in saves if to in starts or to == top),
             )
         )
-    return computation(
+    made = computation(
         visits, devices=devices, microbatches=microbatches, start_device=start_device
     )
+    return made if recomputed is None else replace(made, keeps=keeps_of(visits, recomputed))
 
 
 def backward_only(
@@ -243,6 +246,15 @@ def backward_only(
     )
 
 
+def keeps_of(visits: Sequence[Visit], recomputed: int) -> dict[int, range]:
+    """Of each forward visit the layers that are recomputed, if ``recomputed`` is the lowest."""
+    return {
+        visit.number: range(max(visit.layers.start, recomputed), visit.layers.stop)
+        for visit in visits
+        if visit.phase is Phase.FORWARD and visit.layers.stop > recomputed
+    }
+
+
 def saves_of(phase: Phase, layers: range, starts: set[int]) -> tuple[int, ...]:
     """What a visit hands out: ``starts`` are where stages begin that have a backward."""
     if phase is not Phase.FORWARD:
@@ -265,7 +277,8 @@ def computation(
     ``splits_loss``: no visit is fused; the forward of the last layer makes the loss, with which its
     backward begins. Where all visits are backward the caller gives what nothing here makes.
     """
-    is_continued = bool(visits) and all(visit.phase is Phase.BACKWARD for visit in visits)
+    backward = [visit.layers.start for visit in visits if visit.phase is Phase.BACKWARD]
+    is_continued = bool(visits) and len(backward) == len(visits)
     top = max((visit.layers.stop for visit in visits), default=0)
     streams: dict[str, list[Action]] = {stream(device, "compute"): [] for device in range(devices)}
     waits: dict[Action, tuple[Action, ...]] = {}
@@ -293,6 +306,7 @@ def computation(
         start_device=start_device,
         deals_on=deals_on,
         is_continued=is_continued,
+        keeps=keeps_of(visits, min(backward)) if backward else {},
     )
 
 

@@ -98,6 +98,9 @@ class Schedule:
     deals_on: bool = True  # whether the next step begins where this one ended
     staleness: int = 0
     is_continued: bool = False
+    # Of forward visits, by number: the layers that are recomputed, here or in a later pass, and so
+    # may keep something for it beside boundaries.
+    keeps: Mapping[int, range] = field(default_factory=dict)
     # What passes add. Keys are (visit, microbatch) or an action.
     sends: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # to the host
     resident: frozenset[tuple[int, int]] = frozenset()  # its boundary is on the device already
@@ -160,11 +163,30 @@ class Schedule:
         """What leaves the device after one microbatch of a visit (known once routed), in order."""
         key = (visit.number, microbatch)
         outs = []
-        if visit.phase is Phase.FUSED or self.sends.get(key):
+        if visit.phase is Phase.FUSED or self.sends.get(key) or visit.number in self.keeps:
             outs.append(Action(Op.ACTIVATION_OUT, *key))
         if visit.has_backward and visit.gives_gradient and key not in self.keeps_gradient:
             outs.append(Action(Op.GRADIENT_OUT, *key))
         return tuple(outs)
+
+    @cached_property
+    def kept_for(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(backward visit, microbatch) -> the forward visits that keep something for it."""
+        makers: dict[int, list[Visit]] = {}
+        for visit in self.visits:
+            if visit.number in self.keeps:
+                for microbatch in visit.microbatches:
+                    makers.setdefault(microbatch, []).append(visit)
+        return {
+            (visit.number, microbatch): tuple(
+                maker.number
+                for maker in makers.get(microbatch, ())
+                if maker.layers.start < visit.layers.stop and visit.layers.start < maker.layers.stop
+            )
+            for visit in self.visits
+            if visit.phase is Phase.BACKWARD
+            for microbatch in visit.microbatches
+        }
 
     def visits_on(self, device: int) -> list[Visit]:
         """The visits of one device in order."""

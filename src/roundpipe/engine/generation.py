@@ -1,0 +1,170 @@
+"""Generation of text on one device: what goes in, what comes out, how much memory it leaves.
+
+Arguments are those of the model's own ``generate``, which runs in the caller's thread, with his
+autocast and random state: a sample drawn from a seed is the one that the plain model would draw.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe.device.emulated import EmulatedDevice
+from roundpipe.engine.residence import Residence, run_on
+from roundpipe.errors import ConfigError, DeviceError, ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roundpipe.engine.engine import Engine
+    from roundpipe.models.spec import ModelSpec
+
+_SLACK = 1.25  # of what generation is reckoned to take beside weights
+_CACHES = ("cache", "past_key_values", "cache_params")  # as transformers calls them, new and old
+_TOKENS = 20  # that transformers makes where nobody says how many
+
+
+def generate(
+    engine: Engine,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    device_bytes: int | None,
+    newest: bool,
+    output_device: torch.device,
+) -> Any:
+    """Run the model's ``generate(*args, **kwargs)`` on the first device; nothing is under way.
+
+    ``device_bytes``: what the device may hold, None without limit. ``newest``: with what masters
+    say, where that is not published yet. Blocks until all is done; results are on
+    ``output_device``, those of a cache that was given too. Raises ModelError for a model that does
+    not generate text, DeviceError where there is no room or nothing really computes.
+    """
+    model, spec = engine.models[0], engine.spec
+    device = model.device
+    if isinstance(device, EmulatedDevice):
+        raise DeviceError(
+            f"an emulated device computes nothing, so it cannot generate: {device.name}\n"
+            'hint: devices="cpu"'
+        )
+    with torch.inference_mode(False):
+        tree = _tree_of(spec, device.torch_device)
+    work = work_bytes(tree.module, args, kwargs)
+    room = None if device_bytes is None else device_bytes - work - device.allocated_bytes
+    if room is not None and room < sum(layer.slot_layout.num_bytes for layer in engine.layers):
+        room += device.allocated_bytes
+        model.close()  # training makes what it needs anew
+        room -= device.allocated_bytes
+
+    def run(residence: Residence) -> Any:
+        given = moved((args, dict(kwargs)), device.torch_device)
+        if residence.streamed and device.torch_device.type != "cpu":
+            given[1].setdefault("disable_compile", True)  # a graph would keep what is in a slot
+        try:
+            return moved(tree.module.generate(*given[0], **given[1]), output_device)
+        finally:
+            moved((args, dict(kwargs)), output_device, caches_alone=True)
+
+    try:
+        with torch.no_grad(), Residence(model, tree, room=room, newest=newest) as residence:
+            return run_on(device, functools.partial(run, residence))
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"generation does not fit {device.name}: {str(error).splitlines()[0]}\n"
+            "hint: fewer sequences at a time, or a smaller max_new_tokens"
+        ) from error
+
+
+def refuse_cache(spec: ModelSpec, kwargs: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for a call of a causal LM that is to go on from a cache.
+
+    Layers run on several devices, each over whole sequences: a cache would be of no one's.
+    """
+    for name in _CACHES if spec.computes_loss else ():
+        if (kwargs or {}).get(name) is not None:
+            raise ConfigError(
+                f"a call does not go on from a cache: {name} is given\n"
+                "hint: generate(input_ids, …) keeps one; else give whole sequences"
+            )
+
+
+def _tree_of(spec: Any, device: torch.device) -> Any:
+    """The whole model as a tree for ``device``; raises ModelError if it has no ``generate``."""
+    if not hasattr(spec, "split"):
+        raise ModelError(
+            f"{type(spec.module).__name__} does not generate text: it is no causal LM\n"
+            "hint: wrap the causal LM itself"
+        )
+    from roundpipe.models.generating import GeneratingTree  # noqa: PLC0415 (imports late)
+
+    return GeneratingTree(spec, device)
+
+
+def moved(tree: Any, device: torch.device, *, caches_alone: bool = False) -> Any:
+    """The tree with its tensors on ``device``; caches are moved in place, as ``generate`` writes.
+
+    ``caches_alone``: leave other tensors where they are.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf if caches_alone else leaf.to(device)
+        if hasattr(leaf, "get_seq_length"):
+            _move_cache(leaf, device)
+        return leaf
+
+    return pytree.tree_map(one, tree)
+
+
+def _move_cache(cache: Any, device: torch.device) -> None:
+    """Bring what a cache of transformers holds, layer by layer, to ``device``, in place."""
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.device):
+                setattr(layer, name, device)
+            else:
+                setattr(layer, name, moved(value, device))
+
+
+def work_bytes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """What generating takes beside weights: the cache, logits, and the prompt's way through.
+
+    Reckoned from the model's config, with some slack; nothing is run.
+    """
+    config = module.config.get_text_config()
+    rows, prompt = _prompt_shape(args, kwargs)
+    own = getattr(module, "generation_config", None)
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+
+    def said(name: str) -> int:
+        asked = (kwargs.get(name), getattr(given, name, None), getattr(own, name, None))
+        return int(next((value for value in asked if value is not None), 0))
+
+    def number(name: str, otherwise: int) -> int:
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # differs from layer to layer, says Gemma 4
+            value = max(getattr(layer, name) for layer in config.per_layer_config)
+        return value if isinstance(value, int) and value else otherwise
+
+    rows *= max(said("num_beams"), said("num_return_sequences"), 1)
+    length = max(prompt + (said("max_new_tokens") or _TOKENS), said("max_length"))
+    size, heads = number("hidden_size", 1), number("num_attention_heads", 1)
+    shared, head = number("num_key_value_heads", heads), number("head_dim", size // heads)
+    element = module.dtype.itemsize
+    cache = 2 * number("num_hidden_layers", 1) * shared * head * length * element
+    way = 4 * prompt * (size + number("intermediate_size", 4 * size)) * element
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    scores = 8 * heads * prompt * prompt if eager else 0
+    logits = 16 * number("vocab_size", 1)
+    return int(_SLACK * rows * (cache + way + scores + logits))
+
+
+def _prompt_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    names = ("inputs", "input_ids", "inputs_embeds")
+    found = [*args[:1], *(kwargs.get(name) for name in names)]
+    shapes = [value.shape for value in found if isinstance(value, torch.Tensor)]
+    return (int(shapes[0][0]), int(shapes[0][1])) if shapes else (1, 1)
