@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAMES = """
-ConfigError DataError DeadlockError DeviceError DevicePool GradScaler HostMemoryError ModelError
-ModelExecutePlan OptimizerCtx PlanError RaceError RoundPipe RoundPipeError RoundPipePackedData
-RoundPipeRunConfig StallError StepError StepResult __version__ optim plan sim
+AutoRoundPipe ConfigError DataError DeadlockError DeviceError DevicePool GradScaler HostMemoryError
+ModelError ModelExecutePlan ModelTimer OptimizerCtx PlanError RaceError RoundPipe RoundPipeError
+RoundPipePackedData RoundPipeRunConfig StallError StepError StepResult __version__ doing_recompute
+get_recompute_data optim plan save_for_recompute sim wrap_model_to_roundpipe
 """
 
 

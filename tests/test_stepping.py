@@ -290,3 +290,118 @@ def test_state_on_disk_of_two_steps_is_not_resumed_from(tmp_path, is_reloaded):
         else:
             with pytest.raises(ConfigError, match="middle of a step"):
                 other.attach_optimizer(again, resume=True)
+
+
+# ---- steps by a function
+
+
+def one_call(ours, x=None):
+    x = batch(0) if x is None else x
+    ours.forward_backward((x,), label=x, loss_fn=nn.functional.mse_loss)
+
+
+def test_a_function_gets_its_arguments_and_gradients_of_masters():
+    seen = []
+    with roundpipe.RoundPipe(model(torch.bfloat16), devices="cpu") as ours:
+        one_call(ours, batch(0, torch.bfloat16))
+        masters = ours.optim_parameters()
+
+        def step_fn(*args, **kwargs):
+            seen.append((args, kwargs, {m.grad.dtype for m in masters}))
+
+        result = ours.step(step_fn, False, 1, two=2)
+        assert seen == [((1,), {"two": 2}, {torch.float32})]
+        assert result.grad_norm > 0
+        assert all(m.grad is None for m in masters)
+
+
+def test_what_a_step_by_a_function_costs_is_said_once(caplog):
+    caplog.set_level("INFO", logger="roundpipe.stepping")
+    with roundpipe.RoundPipe(model(), devices="cpu") as ours:
+        for _ in range(2):
+            one_call(ours)
+            ours.step(lambda: None)
+    assert [r.message for r in caplog.records if "function steps" in r.message] != []
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("scaler", [None, roundpipe.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_gradients_that_are_not_finite_reach_no_weight_and_no_moment(scaler, options):
+    scaler = None if scaler is None else scaler(**({} if scaler.__module__[0] == "r" else
+                                                   {"device": "cpu"}))  # fmt: skip
+    with roundpipe.RoundPipe(model(), devices="cpu") as ours:
+        optimizer = torch.optim.AdamW(ours.optim_parameters(), lr=1e-2, **options)
+        called, scales = [], []
+
+        def step_fn():
+            called.append(True)
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            optimizer.zero_grad()
+
+        def loss_fn(outputs, labels):
+            loss = nn.functional.mse_loss(outputs, labels)
+            return loss if scaler is None else scaler.scale(loss)
+
+        for step in range(3):
+            x = batch(step)
+            if step == 1:
+                x[0, 0] = torch.inf
+                before = weights(ours), copy.deepcopy(optimizer.state_dict()["state"])
+            ours.forward_backward((x,), label=x, loss_fn=loss_fn)
+            assert ours.step(step_fn).skipped == (step == 1)
+            if scaler is not None:
+                scaler.update()
+                scales.append(scaler.get_scale())
+            if step == 1:
+                assert same(weights(ours), before[0])
+                for kept, now in zip(before[1].values(), optimizer.state_dict()["state"].values(),
+                                     strict=True):  # fmt: skip
+                    assert all(torch.equal(kept[name], now[name]) for name in kept)
+        assert len(called) == 3
+        assert scaler is None or scales == [2.0**16, 2.0**15, 2.0**15]
+        assert not same(weights(ours), before[0])
+
+
+def test_a_function_that_steps_working_weights_is_told_the_line_to_write():
+    with roundpipe.RoundPipe(model(), devices="cpu") as ours:
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+        before = weights(ours)
+        for step in (optimizer, optimizer.step):
+            one_call(ours)
+            with pytest.raises(ConfigError, match=r"hint: roundpipe\.optim\.AdamW\(model\.optim"):
+                ours.step(step)
+            ours.zero_grad()
+        assert same(weights(ours), before)
+        one_call(ours)
+        ours.step(torch.optim.SGD(ours.optim_parameters(), lr=0.1).step)
+        assert not same(weights(ours), before)
+
+
+def test_other_optimizers_may_step_in_the_function_too():
+    other = nn.Linear(2, 2)
+    other.weight.grad = torch.ones(2, 2)
+    with roundpipe.RoundPipe(model(), devices="cpu") as ours:
+        one_call(ours)
+        before = other.weight.detach().clone()
+        ours.step(torch.optim.SGD(other.parameters(), lr=1.0).step)
+    assert torch.equal(other.weight, before - 1)
+
+
+def test_a_late_step_by_a_function_is_refused_where_steps_are_eager():
+    with roundpipe.RoundPipe(model(), devices="cpu", commit="eager") as ours:
+        one_call(ours)
+        with pytest.raises(ConfigError, match="would wait a step"):
+            ours.step(lambda: None, is_async=True)
+
+
+def test_a_scaler_that_works_by_itself_is_not_to_be_stepped():
+    scaler = roundpipe.GradScaler()
+    with roundpipe.RoundPipe(model(), devices="cpu", grad_scaler=scaler) as ours:
+        optimizer = torch.optim.SGD(ours.optim_parameters(), lr=0.1)
+        for use in (lambda: scaler.step(optimizer), lambda: scaler.unscale_(optimizer)):
+            one_call(ours)
+            with pytest.raises(ConfigError, match=r"by themselves\nhint: model\.step\(optimizer\)"):
+                ours.step(use)
+        scaler.update()  # nothing to do
+        assert scaler.get_scale() == 2.0**16

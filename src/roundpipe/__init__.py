@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
     from roundpipe.engine.microbatch import RoundPipePackedData
     from roundpipe.engine.pool import DevicePool
+    from roundpipe.engine.recompute import (
+        doing_recompute,
+        get_recompute_data,
+        save_for_recompute,
+    )
     from roundpipe.engine.updates import StepResult
     from roundpipe.errors import (
         ConfigError,
@@ -31,11 +36,15 @@ if TYPE_CHECKING:
     )
     from roundpipe.optim.scaler import GradScaler
     from roundpipe.roundpipe import RoundPipe
+    from roundpipe.timer import ModelTimer
     from roundpipe.wrapped import OptimizerCtx
+    from roundpipe.wrapping.auto import AutoRoundPipe
+    from roundpipe.wrapping.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoRoundPipe",
     "ConfigError",
     "DataError",
     "DeadlockError",
@@ -45,6 +54,7 @@ __all__ = [
     "HostMemoryError",
     "ModelError",
     "ModelExecutePlan",
+    "ModelTimer",
     "OptimizerCtx",
     "PlanError",
     "RaceError",
@@ -56,37 +66,44 @@ __all__ = [
     "StepError",
     "StepResult",
     "__version__",
+    "doing_recompute",
+    "get_recompute_data",
     "optim",
     "plan",
+    "save_for_recompute",
     "sim",
+    "wrap_model_to_roundpipe",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Import a public name or room on first use (PEP 562)."""
-    match name:
-        case "optim" | "plan" | "sim":
-            return importlib.import_module(f"roundpipe.{name}")
-        case "RoundPipe":
-            room = "roundpipe.roundpipe"
-        case "RoundPipeRunConfig" | "ModelExecutePlan":
-            room = "roundpipe.config"
-        case "GradScaler":
-            room = "roundpipe.optim.scaler"
-        case "OptimizerCtx":
-            room = "roundpipe.wrapped"
-        case "RoundPipePackedData":
-            room = "roundpipe.engine.microbatch"
-        case "DevicePool":
-            room = "roundpipe.engine.pool"
-        case "StepResult":
-            room = "roundpipe.engine.updates"
-        case _ if name in __all__:
-            room = "roundpipe.errors"
-        case _:
-            raise AttributeError(f"module 'roundpipe' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(room), name)
+    if name in ("optim", "plan", "sim"):
+        return importlib.import_module(f"roundpipe.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'roundpipe' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"roundpipe.{_room_of(name)}"), name)
     return value
+
+
+def _room_of(name: str) -> str:
+    rooms = {
+        "AutoRoundPipe": "wrapping.auto",
+        "DevicePool": "engine.pool",
+        "GradScaler": "optim.scaler",
+        "ModelExecutePlan": "config",
+        "ModelTimer": "timer",
+        "OptimizerCtx": "wrapped",
+        "RoundPipe": "roundpipe",
+        "RoundPipePackedData": "engine.microbatch",
+        "RoundPipeRunConfig": "config",
+        "StepResult": "engine.updates",
+        "doing_recompute": "engine.recompute",
+        "get_recompute_data": "engine.recompute",
+        "save_for_recompute": "engine.recompute",
+        "wrap_model_to_roundpipe": "wrapping.wrap",
+    }
+    return rooms.get(name, "errors")
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,9 @@ from roundpipe.engine.call import (
     total_loss,
 )
 from roundpipe.engine.caller import CallerState
-from roundpipe.engine.graph import Given, outputs_in_graph, own_copy
+from roundpipe.engine.compute import backward as run_backward
+from roundpipe.engine.generation import refuse_cache
+from roundpipe.engine.graph import Given, detached, outputs_in_graph, own_copy
 from roundpipe.engine.microbatch import Cut, joined
 from roundpipe.engine.random import pass_seed
 from roundpipe.engine.run import Call
@@ -24,15 +28,19 @@ from roundpipe.errors import ConfigError, ModelError
 from roundpipe.stored import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from roundpipe.engine.call import Asked, LossFn
     from roundpipe.engine.engine import Engine
     from roundpipe.engine.microbatch import Microbatch
     from roundpipe.engine.pool import DevicePool
     from roundpipe.models.spec import ModelSpec
+    from roundpipe.models.text_only import TextOnly
     from roundpipe.stepping import Stepping
+
+_NAMES = frozenset(("input_args", "input_kwargs", "run_config"))
 
 
 class Calling(Stored):
@@ -40,6 +48,7 @@ class Calling(Stored):
 
     _engine: Engine
     _spec: ModelSpec
+    _text_only: TextOnly
     _config: RoundPipeRunConfig
     _seed: int | None
     _reduction: str | None
@@ -54,29 +63,35 @@ class Calling(Stored):
         input_args: Sequence[Any] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: LossFn | None = None,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
     ) -> Any:
         """Run forward and backward of one batch; gradients add up on the host until ``step``.
 
-        ``loss_fn(outputs, labels)`` returns one microbatch's loss; without it a causal LM's own
-        loss is used, ``labels`` among ``input_kwargs``. Losses are summed where ``num_microbatch``
-        is given, else averaged by samples; a causal LM's own loss is the mean over the trained
-        tokens of the whole step. ``loss_reduction`` says otherwise. Returns the loss, 0-d, or
-        (loss, outputs).
+        ``loss_fn(outputs, labels)`` returns one microbatch's loss, or a sequence of losses that are
+        all run backward from; without it a causal LM's own loss is used, ``labels`` among
+        ``input_kwargs``, and of any other model the output is the loss. Losses are summed where
+        ``num_microbatch`` is given, else averaged by samples; a causal LM's own loss is the mean
+        over the trained tokens of the whole step. ``loss_reduction`` says otherwise. Returns the
+        loss, 0-d, or a list of losses, or (loss, outputs).
+
+        Where an input wants a gradient it is run backward from too, through what made it: the
+        output of another RoundPipe, for example. Then the losses are computed on the host.
 
         Blocks until every microbatch's loss is on the host; backward goes on. Raises StepError if
         an action failed, of this step or of one before: then the state is that of the last
         committed step.
         """
         self._ready()
+        self._text_only.check(input_args, input_kwargs)
+        refuse_cache(self._spec, input_kwargs)
         config = run_config.over(self._config)
         # Layers read them until their backward: a caller may write to theirs when this returns.
-        input_args, kwargs, label = own_copy((tuple(input_args), dict(input_kwargs or {}), label))
+        given, label = Given.of(input_args, dict(input_kwargs or {})), own_copy(label)
         asked = ask_training(
-            input_args,
-            kwargs,
+            given.args,
+            given.kwargs,
             label,
             loss_fn,
             LossRule(
@@ -85,29 +100,58 @@ class Calling(Stored):
                 divisor=self._chain.making.divisor,
                 computes_loss=self._spec.computes_loss,
                 takes_num_items=self._spec.takes_num_items,
+                shifts_labels=self._spec.shifts_labels,
             ),
         )
         self._chain.making.check(asked)
+        train = self._train
+        if torch.is_grad_enabled() and given.leaves:
+            train = functools.partial(self._train_through, given)
+        wants_logits = return_outputs or loss_fn is not None
+        losses, outputs = train(asked, config, keeps=return_outputs, wants_logits=wants_logits)
+        total = asked.reported(total_loss(losses)).to(config.output_device or "cpu")
+        loss = list(total.unbind()) if total.dim() else total
+        if not return_outputs:
+            return loss
+        if asked.is_own and config.merge_output is not False:
+            set_loss(outputs, total)  # each has its share
+        return loss, joined(outputs, config)
+
+    def _train(
+        self, asked: Asked, config: RoundPipeRunConfig, *, keeps: bool, wants_logits: bool
+    ) -> tuple[list[Tensor | None], list[Any]]:
+        """Losses, and outputs if they are to be kept."""
         scaler = self._stepping.scaler
-        more: dict[str, Any] = {"wants_logits": return_outputs or loss_fn is not None}
-        if scaler is not None:
-            more["loss_scale"] = self._engine.loss_scale(scaler)
-        parts, keeps = asked.microbatches, return_outputs
         call = self._call(
-            parts, config, is_training=True, loss=asked.loss, keep_outputs=keeps, **more
+            asked.microbatches,
+            config,
+            is_training=True,
+            loss=asked.loss,
+            keep_outputs=keeps,
+            wants_logits=wants_logits,
+            loss_scale=self._engine.loss_scale(scaler) if scaler is not None else None,
         )
         # Memory made in a caller's inference mode could not be written to outside it, ever.
         with torch.inference_mode(False), self._chain.interruptible():
             run = self._chain.start_training(call, config)
             self._engine.wait_results(run)
             self._chain.making.count(asked)
-        loss = asked.reported(total_loss(run.losses))
-        loss = loss.to(config.output_device or "cpu")
-        if not return_outputs:
-            return loss
-        if loss_fn is None and config.merge_output is not False:
-            set_loss(run.outputs, loss)  # each has its share
-        return loss, joined(run.outputs, config)
+        return run.losses, run.outputs
+
+    def _train_through(
+        self, given: Given, asked: Asked, config: RoundPipeRunConfig, *, keeps: bool, **_: bool
+    ) -> tuple[list[Tensor | None], list[Any]]:
+        """The same where inputs want a gradient: through the caller's graph, losses on the host."""
+        assert asked.loss is not None
+        outputs = self._joined_to_graph(asked.microbatches, config, given, asked)
+        losses = [
+            asked.loss(output, part.label, at)
+            for at, (output, part) in enumerate(zip(outputs, asked.microbatches, strict=True))
+        ]
+        scaler = self._stepping.scaler
+        scale = 1.0 if scaler is None else self._engine.loss_scale(scaler).read()
+        run_backward(losses, [torch.full_like(loss, scale) for loss in losses])
+        return [loss.detach() for loss in losses], detached(outputs) if keeps else []
 
     def forward(
         self,
@@ -128,10 +172,15 @@ class Calling(Stored):
         batch's trained tokens. ``backward()`` raises ConfigError if the weights were updated since.
         """
         self._ready()
-        config = roundpipe_run_config.over(self._config)
+        args, kwargs, own = self._as_named_in_training(args, kwargs)
+        self._text_only.check(args, kwargs)
+        refuse_cache(self._spec, kwargs)
+        config = (own or roundpipe_run_config).over(self._config)
         self.synchronize()
         given = Given.of(args, kwargs)  # copies, should they be read again in a backward
-        is_joined = torch.is_grad_enabled() and config.requires_grad is not False
+        is_joined = config.requires_grad
+        if is_joined is None:
+            is_joined = torch.is_grad_enabled()
         is_joined = is_joined and (self._trains() or bool(given.leaves))
         with_loss = self._spec.computes_loss and kwargs.get("labels") is not None
         rule = LossRule(
@@ -139,15 +188,17 @@ class Calling(Stored):
             reduction="token_mean",
             computes_loss=with_loss,
             takes_num_items=self._spec.takes_num_items,
+            shifts_labels=self._spec.shifts_labels,
         )
         asked = ask_forward(given.args, given.kwargs, rule)
         if is_joined:
             outputs = self._joined_to_graph(asked.microbatches, config, given)
         else:
             outputs = self._without_graph(asked.microbatches, config)
-        if asked.loss is not None and config.merge_output is not False:
-            put_whole_loss(outputs, asked.loss)
-        return joined(outputs, config)
+        with torch.set_grad_enabled(is_joined):  # ``requires_grad`` may say so
+            if asked.loss is not None and config.merge_output is not False:
+                put_whole_loss(outputs, asked.loss)
+            return joined(outputs, config)
 
     def _without_graph(self, parts: Sequence[Microbatch], config: RoundPipeRunConfig) -> list[Any]:
         call = self._call(
@@ -163,8 +214,13 @@ class Calling(Stored):
         return run.outputs
 
     def _joined_to_graph(
-        self, parts: Sequence[Microbatch], config: RoundPipeRunConfig, given: Given
+        self,
+        parts: Sequence[Microbatch],
+        config: RoundPipeRunConfig,
+        given: Given,
+        asked: Asked | None = None,
     ) -> list[Any]:
+        """The outputs, joined to the caller's graph; ``asked``: what loss they are to have."""
         call = self._call(parts, config, is_training=True, keep_outputs=True, wants_logits=True)
         with self._chain.interruptible():
             forward = self._chain.run_differentiable(call, config, given.wanted)
@@ -173,22 +229,53 @@ class Calling(Stored):
         def backward(gradients: list[list[Tensor | None]]) -> Sequence[Tensor | None]:
             self._ready()
             with torch.inference_mode(False), self._chain.interruptible():
-                found = self._chain.run_backward(forward, gradients)
+                found = self._chain.run_backward(forward, gradients, asked)
             return given.gradients(found, sizes)
 
-        return outputs_in_graph(forward.run.outputs, given.leaves, backward)
+        with torch.enable_grad():
+            return outputs_in_graph(forward.run.outputs, given.leaves, backward)
+
+    def _as_named_in_training(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], RoundPipeRunConfig | None]:
+        """What ``forward`` was given, also by the names that ``forward_backward`` has for it.
+
+        Unless the model's own forward has an argument of such a name.
+        """
+        if args or _NAMES.isdisjoint(kwargs):
+            return args, kwargs, None
+        if not _NAMES.isdisjoint(inspect.signature(self.model.forward).parameters):
+            return args, kwargs, None
+        rest = {name: value for name, value in kwargs.items() if name not in _NAMES}
+        named = {**(kwargs.get("input_kwargs") or {}), **rest}
+        return tuple(kwargs.get("input_args", ())), named, kwargs.get("run_config")
 
     def _ready(self) -> None:
+        """Raise what failed, and what cannot go on; take over what the caller has changed."""
         if not self._closer.alive or self._pool.is_closed:
             raise ConfigError(f"{self.name} is closed\nhint: wrap the model again")
         self._engine.raise_failure()
         self._chain.notice_recovery()
-        changed = self._spec.changed_since_wrapping()
+        self._refuse_changed()
+        self._hide_gradients()
+        trained = (({n for n, t in x.tensors.items() if t.requires_grad}, x) for x in self._layers)
+        if any(names != set(layer.trainable) for names, layer in trained):
+            self.synchronize()
+            self._hide_gradients()
+
+    def _refuse_changed(self) -> None:
+        """Raise ModelError if the module was changed past the wrapper since it was wrapped."""
+        changed = self._spec.changed_since_wrapping() if self._closer.alive else None
         if changed is not None:
             raise ModelError(
                 f"the module was changed after it was wrapped: {changed}\n"
                 "hint: close() the RoundPipe, change the module, wrap it again"
             )
+
+    def _retake_attributes(self) -> None:
+        """Have devices run with the module's attributes as they are now; nothing is under way."""
+        if self._closer.alive and not self._pool.is_closed:
+            self._chain.follow_attributes()
 
     def _trains(self) -> bool:
         return any(layer.trainable for layer in self._layers)

@@ -95,7 +95,8 @@ def _planner_of(model: Any) -> _Planner:
 class RoundPipeRunConfig:
     """How a call runs. None means: as the model's own config says, else the default named here.
 
-    ``requires_grad``: False keeps ``forward`` out of the caller's autograd graph.
+    ``requires_grad``: whether ``forward`` joins the caller's autograd graph (default: where grad
+    mode is on).
     ``output_device``: where losses and outputs are put (default: the host).
     ``preserve_rng_state``: accepted; recompute always repeats the random draws of forward.
     ``recompute_grain``: ``"stage"`` (default) keeps one stage's activations during its backward,

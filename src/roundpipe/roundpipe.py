@@ -18,10 +18,13 @@ from roundpipe.calling import Calling
 from roundpipe.chain import Chain
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.engine import Engine
+from roundpipe.engine.generation import generate
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.updates import StepResult
+from roundpipe.engine.worker import is_worker
 from roundpipe.errors import ConfigError, ModelError, RoundPipeError
 from roundpipe.models.choose import spec_for
+from roundpipe.models.text_only import TextOnly
 from roundpipe.planner import Planner
 from roundpipe.stepping import Stepping
 from roundpipe.store.build import build_store, relayout
@@ -93,8 +96,8 @@ class RoundPipe(Calling):
         super().__init__(model)
         self.name = name or type(model).__name__
         self._config = model_run_config
-        bases = [] if bases is None else bases
-        self._spec = spec_for(model, packed_in(bases))
+        self._spec = spec_for(model, packed_in(bases or []))
+        self._text_only = TextOnly(model if self._spec.computes_loss else None)
         self._pool = pool or DevicePool(devices, pinned_memory_limit=pinned_memory_limit)
         with ExitStack() as undo:  # a notebook keeps what failed alive, and its threads with it
             if pool is None:
@@ -104,7 +107,7 @@ class RoundPipe(Calling):
                 [layer.tensors for layer in self._spec.layers],
                 names=[layer.name for layer in self._spec.layers],
                 optim_dtype=optim_dtype,
-                bases=bases,
+                bases=bases or [],
                 pages=pages,
             )
             self._engine = Engine(
@@ -116,7 +119,7 @@ class RoundPipe(Calling):
             )
             self._chain = Chain(self._engine, self.planner, is_eager=commit == "eager")
             undo.pop_all()
-        self._reduction, self._seed = loss_reduction, seed
+        self._reduction, self._seed, self._shown = loss_reduction, seed, []
         self._num_calls, self._num_passes = itertools.count(), itertools.count()  # no gradient
         self._stepping = Stepping(
             self._layers,
@@ -127,6 +130,7 @@ class RoundPipe(Calling):
         )
         self._closer = weakref.finalize(self, _close, self._engine, None if pool else self._pool)
         self._closer.atexit = False  # devices have ended by then
+        self._is_made = True
 
     @classmethod
     def from_pretrained(  # noqa: PLR0913 - names that Hugging Face's users know
@@ -218,10 +222,13 @@ class RoundPipe(Calling):
         if not self._chain.making.runs:
             raise ConfigError("nothing to step with\nhint: call forward_backward(...) first")
         if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
-            self._stepping.require_masters_here()
+            self._stepping.require_function(is_async=is_async)
             function = functools.partial(step_fn_or_optimizer, *args, **kwargs)
             made = self._chain.step_by_hand(
-                function, max_norm=max_grad_norm, scaler=self._stepping.scaler
+                function,
+                max_norm=max_grad_norm,
+                scaler=self._stepping.scaler,
+                is_async=is_async,
             )
             return StepResult(made)
         with torch.inference_mode(False), self._chain.interruptible():
@@ -234,19 +241,52 @@ class RoundPipe(Calling):
             self._chain.step(update, is_async=is_async)
         return StepResult(update, self._engine)
 
+    def generate(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """Continue prompts by a causal LM's own ``generate``, of which all other arguments are.
+
+        In evaluation mode on the first device, with the newest weights: those stay there until it
+        is done if there is room for them and for the cache, else blocks come up as they are used.
+        The tokens are those that the plain model would make. Returns what that returns, on
+        ``output_device`` (the host). Waits for everything before it; training may go on afterwards.
+
+        Raises ModelError for a model that does not generate text, DeviceError where no room is.
+        """
+        self._ready()
+        config = roundpipe_run_config.over(self._config)
+        self._text_only.check(args[:1], kwargs)
+        self.synchronize()
+        return generate(
+            self._engine,
+            args,
+            kwargs,
+            device_bytes=self.planner.device_bytes,
+            newest=self._chain.staleness == 1,
+            output_device=torch.device(config.output_device or "cpu"),
+        )
+
     def synchronize(self) -> None:
         """Block until nothing is under way; raises what failed since the last call.
 
         Takes over what was changed in ``requires_grad``; after a change the next call reads the
-        newest weights, whatever the staleness.
+        newest weights, whatever the staleness. Gradients of the calls since the last step are then
+        in ``.grad`` of ``parameters()``.
         """
         self._engine.drain()
         self._chain.notice_recovery()
+        self._chain.tell_times()
         with torch.inference_mode(False):
             if relayout(self._layers):
                 for layer in self._layers:  # all have one version again: the newest
                     layer.publish()
                 self._chain.restart()
+            self._hide_gradients()
+            if self._chain.making.runs:
+                self._show_gradients()
 
     def close(self) -> None:
         """Finish what is under way, publish the newest weights and free devices and threads.
@@ -267,6 +307,7 @@ class RoundPipe(Calling):
         finally:
             self._closer()
             self.disown()
+            self._hide_gradients()
 
     def __enter__(self) -> RoundPipe:
         return self
@@ -313,7 +354,7 @@ def _require(model: nn.Module, pool: DevicePool | None, **words: str) -> None:
 
 def _close(engine: Engine, pool: DevicePool | None) -> None:
     """End what a RoundPipe held; a dropped one's in whatever thread the collector runs."""
-    if threading.current_thread().name.startswith("roundpipe "):  # must not wait for itself
+    if is_worker():  # must not wait for itself
         threading.Thread(target=_close, args=(engine, pool), name="roundpipe's end").start()
         return
     engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from roundpipe.optim.scaler import GradScaler
     from roundpipe.store.layer import HostLayer
+
+logger = logging.getLogger(__name__)
 
 
 class Stepping:
@@ -38,8 +41,11 @@ class Stepping:
         self._layers = layers
         self._synchronize: Any = weakref.WeakMethod(synchronize)  # of whoever holds this
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self.scaler is not None:
+            self.scaler.work_alone()
         self.is_eager = is_eager
         self._state_dir = state_dir
+        self._has_told_cost = False
         self._host: HostOptimizer | None = None  # of the optimizer that came last
         self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # see `_let_wait`
         if state_dir is not None:
@@ -88,7 +94,7 @@ class Stepping:
         """One step's update; hyperparameters are those of now."""
         host = self.attach(optimizer)
         if is_async and self.is_eager:
-            raise ConfigError("commit='eager' updates at once: is_async=True would wait a step")
+            raise _late_and_eager()
         update = Update(
             self._layers,
             host.begin(),
@@ -103,8 +109,16 @@ class Stepping:
                 layer.split_masters()
         return update
 
-    def require_masters_here(self) -> None:
-        """Raise ConfigError where a function could not write masters: they are on disk."""
+    def require_function(self, *, is_async: bool) -> None:
+        """Raise ConfigError where a function cannot step; say once in the log what one costs."""
+        if is_async and self.is_eager:
+            raise _late_and_eager()
+        if not self._has_told_cost:
+            self._has_told_cost = True
+            logger.info(
+                "a function steps when all gradients are there, and the next call waits for it; "
+                "step(optimizer) updates layer by layer beside the next forward"
+            )
         if self._state_dir is not None:
             raise ConfigError(
                 "optim_state_dir: masters are on disk between steps, so a function cannot step "
@@ -115,3 +129,7 @@ class Stepping:
         """Let state on disk reach the disk, to be resumed from if it is whole. Idempotent."""
         if self._host is not None:
             self._host.close(is_whole=is_whole)
+
+
+def _late_and_eager() -> ConfigError:
+    return ConfigError("commit='eager' updates at once: is_async=True would wait a step")

@@ -1,15 +1,25 @@
-"""What a wrapper offers of the weights it keeps on the host: masters, gradients, state dicts."""
+"""What a wrapper offers of the weights it keeps on the host: masters, gradients, state dicts.
+
+[Note: gradients in sight] Gradients lie in the layers' own segments. Whoever synchronizes or asks
+for ``parameters()`` between a call and its step finds them in ``.grad`` of the working weights: as
+views, so that a norm is the true one and clipping in place is what the step will use. Nothing else
+reads them there, and they are taken away again when the step has them or a further call adds to
+them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
+from roundpipe.engine.worker import is_worker
 from roundpipe.errors import ConfigError
-from roundpipe.store.build import newest_state, require_writable, trained_state
+from roundpipe.models.saving import save
+from roundpipe.store.build import NewestState, newest_state, require_writable, trained_state
 from roundpipe.wrapped import Wrapped, wants_masters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -22,6 +32,7 @@ class Stored(Wrapped):
 
     _layers: Sequence[HostLayer]
     _chain: Chain
+    _shown: list[Tensor]  # whose gradients are in sight
 
     def optim_parameters(self) -> list[nn.Parameter]:
         """The master weights, for an optimizer."""
@@ -38,11 +49,58 @@ class Stored(Wrapped):
                 yield (f"{prefix}.{name}" if prefix else name), master
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The working weights by the model's own names; in an ``OptimizerCtx`` the masters."""
+        """The working weights by the model's own names; in an ``OptimizerCtx`` the masters.
+
+        Between a call and its step it waits for the gradients. See [Note: gradients in sight].
+        """
         if wants_masters():
             prefix = kwargs.get("prefix", args[0] if args else "")
             return self.optim_named_parameters(prefix)
+        if self._chain.making.runs and not is_worker():
+            self.synchronize()
         return super().named_parameters(*args, **kwargs)
+
+    def _show_gradients(self) -> None:
+        """Put gradients where a plain loop has them. See [Note: gradients in sight].
+
+        Nothing may be under way. Those of calls that each divided by tokens of their own become
+        those of one mean over all their tokens.
+        """
+        scale = self._chain.making.settle()
+        for layer in self._layers:
+            for name in layer.trainable:
+                gradient, tensor = layer.gradient(name), layer.tensors[name]
+                if gradient is None:
+                    continue
+                if scale != 1.0:
+                    gradient.mul_(scale)
+                tensor.grad_dtype = gradient.dtype
+                tensor.grad = gradient
+                self._shown.append(tensor)
+
+    def _hide_gradients(self) -> None:
+        """Take them away again."""
+        for tensor in self._shown:
+            tensor.grad = None
+            tensor.grad_dtype = tensor.dtype
+        self._shown.clear()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train all parameters, or none; see ``synchronize``."""
+        self.model.requires_grad_(requires_grad)
+        self.synchronize()
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Run ``fn`` on every module of the model, as to initialise it; masters follow."""
+        self.synchronize()
+        for layer in self._layers:
+            layer.publish()
+        super().apply(fn)
+        for layer in self._layers:
+            layer.reload_masters()
+        self._chain.notice_load()
+        return self
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the calls since the last step, by name; blocks until they are complete.
@@ -50,7 +108,7 @@ class Stored(Wrapped):
         Views of host memory in the working dtype, or fp32 where several calls or visits add up.
         Parameters that got none are left out. A ``grad_scaler`` has scaled them.
         """
-        self.synchronize()
+        self.synchronize()  # which settles what several calls have divided by
         found: dict[str, Tensor] = {}
         for layer in self._layers:
             for name in layer.trainable:
@@ -62,6 +120,7 @@ class Stored(Wrapped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the calls since the last step."""
         self.synchronize()
+        self._hide_gradients()
         for layer in self._layers:
             layer.clear_gradients()
         self._chain.making.end()
@@ -70,6 +129,22 @@ class Stored(Wrapped):
         """The newest weights by the model's own names, in its dtypes; waits until they are made."""
         self.synchronize()
         return newest_state(self.model, self._layers, *args, **kwargs)
+
+    def newest_weights(self) -> Mapping[str, Any]:
+        """``state_dict`` without a copy: each tensor is made, or viewed, when it is asked for.
+
+        Waits until nothing is under way; to be read before the next call.
+        """
+        self.synchronize()
+        return NewestState(self.model, self._layers)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the newest weights as stock transformers, or an adapter as stock peft, loads them.
+
+        The checkpoint's own class, names and shapes; one tensor or block in memory beside the
+        model. Blocks on the disk. Raises ConfigError for a module that is not of transformers.
+        """
+        save(Path(folder), self.model, self.newest_weights())
 
     def trained_state_dict(self) -> dict[str, Tensor]:
         """Of ``state_dict`` what is trained: all that an adapter is saved from, nothing unpacked.

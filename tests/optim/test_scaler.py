@@ -71,3 +71,27 @@ def test_one_that_is_off_scales_by_one_and_has_no_state() -> None:
 def test_factors_that_do_not_move_the_scale_are_refused(wrong, text) -> None:
     with pytest.raises(ConfigError, match=text):
         GradScaler(**wrong)
+
+
+def test_what_is_called_in_the_wrong_place_says_where_it_belongs() -> None:
+    scaler = GradScaler()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for use in (lambda: scaler.step(optimizer), lambda: scaler.unscale_(optimizer)):
+        with pytest.raises(ConfigError, match=r"no gradients here(.|\n)*hint: model\.step"):
+            use()
+    with pytest.raises(ConfigError, match="no step was made"):
+        scaler.update()
+    scaler.update(8.0)
+    assert scaler.get_scale() == 8.0
+
+
+def test_factors_are_asked_for_and_set_as_in_torch() -> None:
+    scaler = GradScaler(**GROWING)
+    scaler.set_growth_factor(3.0)
+    scaler.set_backoff_factor(0.5)
+    scaler.set_growth_interval(1)
+    assert scaler.get_growth_factor(up_to_date=True) == scaler.get_growth_factor() == 3.0
+    assert scaler.get_backoff_factor(up_to_date=True) == 0.5
+    assert scaler.get_growth_interval(up_to_date=True) == 1
+    torch_step(scaler, is_finite=True)
+    assert scaler.get_scale() == 3072.0

@@ -112,15 +112,20 @@ class HostOptimizer:
         what = (
             f"working weights: {working[0]}" if working else "parameters that are not the model's"
         )
-        kind = type(self.optimizer)
-        module = kind.__module__.rpartition(".")[0] or kind.__module__
-        module = "roundpipe.optim" if kind.__name__ in optim.__all__ else module
-        lr = float(self.optimizer.param_groups[0].get("lr", 1e-3))
         raise ConfigError(
             f"the optimizer does not hold master weights but {what} "
             f"({len(strangers)} of its {len(held)} parameters)\n"
-            f"hint: {module}.{kind.__name__}(model.optim_parameters(), lr={lr})"
+            f"hint: {masters_hint(self.optimizer)}"
         )
+
+
+def masters_hint(optimizer: Optimizer) -> str:
+    """The line that makes such an optimizer over master weights."""
+    kind = type(optimizer)
+    module = kind.__module__.rpartition(".")[0] or kind.__module__
+    module = "roundpipe.optim" if kind.__name__ in optim.__all__ else module
+    lr = float(optimizer.param_groups[0].get("lr", 1e-3))
+    return f"{module}.{kind.__name__}(model.optim_parameters(), lr={lr})"
 
 
 class LayeredUpdate:

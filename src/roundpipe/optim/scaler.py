@@ -7,6 +7,8 @@ scale shrinks; after many good steps it grows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from roundpipe.errors import ConfigError
@@ -18,9 +20,13 @@ class GradScaler(torch.amp.GradScaler):
     Given to ``RoundPipe`` it works by itself: losses are reported unscaled, norms and clipping see
     unscaled gradients, and a step that overflows changes nothing but the scale. Only a loss that
     the caller makes of ``forward``'s outputs is the caller's to scale, as in torch:
-    ``scaler.scale(loss).backward()``. Its ``state_dict`` can be exchanged with
-    ``torch.amp.GradScaler``; take it when no step is under way. Raises ConfigError for factors that
-    do not grow or do not shrink.
+    ``scaler.scale(loss).backward()``.
+
+    Kept by the caller it is used as in torch's loop: ``scale`` in ``loss_fn``, ``step`` in the
+    function that ``RoundPipe.step`` is given, then ``update``. Losses are reported scaled then.
+
+    Its ``state_dict`` can be exchanged with ``torch.amp.GradScaler``; take it when no step is under
+    way. Raises ConfigError for factors that do not grow or do not shrink.
     """
 
     def __init__(
@@ -42,8 +48,74 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             "cpu", float(init_scale), growth_factor, backoff_factor, growth_interval, enabled
         )
+        self._works_alone = False
         if enabled:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+    def work_alone(self) -> None:
+        """Be a model's own from now on: its steps unscale gradients and move the scale."""
+        self._works_alone = True
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients that ``optimizer`` holds by the scale, once a step; see torch.
+
+        In the function that ``RoundPipe.step`` is given: only there masters have gradients. Raises
+        ConfigError elsewhere, and for a scaler that works by itself.
+        """
+        if self.is_enabled():
+            self._require_gradients(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale, unless done, and step ``optimizer`` if all its gradients are finite; see torch.
+
+        Raises ConfigError where `unscale_` does. Returns what the optimizer's step returns.
+        """
+        if self.is_enabled():
+            self._require_gradients(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale by how the step came out, or set it; after each step, see torch.
+
+        Nothing to do where the scaler works by itself, unless a new scale is given. Raises
+        ConfigError if no step was made.
+        """
+        if not self.is_enabled() or (self._works_alone and new_scale is None):
+            return
+        checks = (state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+        if new_scale is None and not any(checks):
+            raise ConfigError(
+                "no step was made since the last update\n"
+                "hint: model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))"
+            )
+        super().update(new_scale)
+
+    def get_growth_factor(self, up_to_date: bool = False) -> float:
+        """What the scale is multiplied by as it grows; always up to date."""
+        return super().get_growth_factor()
+
+    def get_backoff_factor(self, up_to_date: bool = False) -> float:
+        """What the scale is multiplied by after a step that overflowed; always up to date."""
+        return super().get_backoff_factor()
+
+    def get_growth_interval(self, up_to_date: bool = False) -> int:
+        """After how many good steps the scale grows; always up to date."""
+        return super().get_growth_interval()
+
+    def _require_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._works_alone:
+            raise ConfigError(
+                "the scaler was given to RoundPipe, whose steps unscale gradients by themselves\n"
+                "hint: model.step(optimizer), or leave out grad_scaler="
+            )
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if all(parameter.grad is None for parameter in held):
+            raise ConfigError(
+                "the optimizer's parameters have no gradients here: masters have them in the "
+                "function that step() is given\n"
+                "hint: model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))"
+            )
 
     def count(self, *, is_finite: bool) -> None:
         """Note how a step's gradients came out, and change the scale as torch does."""

@@ -1,0 +1,1 @@
+"""Wraps models that are no chain: each heavy submodule by itself."""
