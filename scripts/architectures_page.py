@@ -21,7 +21,7 @@ INTRO = """\
 # Architectures
 
 A Hugging Face causal LM is split by the structure of its own forward, with no code for any one
-model (see [shells](design/shells.md)). This page lists the architectures of transformers
+model ([how](design/carried_boundary.md)). This page lists the architectures of transformers
 {version} for which a model with a tiny configuration was compared with plain PyTorch, and what was
 compared. It is written by `scripts/architectures_page.py` from
 `tests/models/architectures/catalogue.yaml`, the configurations as data, and `found.json`, what the

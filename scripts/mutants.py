@@ -1,9 +1,10 @@
-"""Drop each wait of small steps in turn, let each action fail in turn, and show what noticed.
+"""Drop each wait, let each action fail, break what goes unseen, and show what noticed.
 
 A test suite that cannot fail proves nothing: here every wait of a step is taken away once. `check`
 must name a rule that is broken; and real training steps on fake devices, which believe events
 alone, must stop with a race, but for waits that only keep chunks out of an activation's way. Each
-action that fails must end its step with an error that names it, and the next step must work.
+action that fails must end its step with an error that names it, and the next step must work. What
+hands something on unseen is broken once too, and must show beside plain PyTorch.
 
 Exits with 1 if anything went unnoticed. ``--verbose`` shows each wait.
 """
@@ -18,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from broken_mechanisms import break_each
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -103,7 +105,7 @@ class Tally:
         else:
             self.caught[by] += 1
         if self.verbose:
-            print(f"  {mutant:28} {by or 'MISSED'}")
+            print(f"  {mutant:44} {by or 'MISSED'}")
 
     def show(self) -> None:
         """Print the case's line of the table."""
@@ -286,6 +288,17 @@ def failing_actions(case: Case, *, verbose: bool) -> Tally:
     return tally
 
 
+# ---- part 4: what hands something on unseen
+
+
+def mechanisms(*, verbose: bool) -> Tally:
+    """Break each mechanism: a small step must differ from plain PyTorch, or end with an error."""
+    tally = Tally.of("mechanisms", verbose=verbose)
+    for name, by in break_each():
+        tally.add(name, by)
+    return tally
+
+
 PARTS = (
     ("waits dropped, by the rules of check", by_check),
     ("waits hidden from streams, by training on fake devices", on_fake_devices),
@@ -308,6 +321,11 @@ def main() -> int:
             tally.show()
             missed += len(tally.missed)
         print()
+    print("mechanisms broken, by small steps beside plain PyTorch")
+    tally = mechanisms(verbose=verbose)
+    tally.show()
+    missed += len(tally.missed)
+    print()
     print(f"unnoticed: {missed}")
     return 1 if missed else 0
 

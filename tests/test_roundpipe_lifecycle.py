@@ -401,6 +401,8 @@ def test_moving_casting_and_pickling_are_refused_with_the_way_out():
                 copied()
         with pytest.raises(ModelError, match="wrapped already"):
             RoundPipe(pipe)
+    with pytest.raises(ModelError, match=r"not a module: 'org/name'\nhint: .*from_pretrained"):
+        RoundPipe("org/name")
 
 
 def test_an_empty_batch_is_refused_and_so_is_one_without_a_batch():
@@ -410,6 +412,8 @@ def test_an_empty_batch_is_refused_and_so_is_one_without_a_batch():
             step(pipe, optimizer, size=0)
         with pytest.raises(ConfigError, match="no tensor with a batch dimension"):
             pipe.forward_backward((3,), label=batch()[1], loss_fn=mse_loss)
+        with pytest.raises(ConfigError, match=r"hint: input_args=\(x,\)"):
+            pipe.forward_backward(batch()[0], label=batch()[1], loss_fn=mse_loss)
         assert step(pipe, optimizer) == plain(chain(), 1)[0]
 
 

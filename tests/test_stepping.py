@@ -315,6 +315,24 @@ def test_a_function_gets_its_arguments_and_gradients_of_masters():
         assert all(m.grad is None for m in masters)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_the_function_the_models_parameters_are_the_masters_so_clipping_them_clips(dtype):
+    with roundpipe.RoundPipe(model(dtype), devices="cpu*2") as ours:
+        optimizer = torch.optim.SGD(ours.optim_parameters(), lr=1.0)
+        before = [master.detach().clone() for master in ours.optim_parameters()]
+        ours.forward_backward((batch(0, dtype),), loss_fn=lambda out, _: out.square().sum())
+
+        def clipped():
+            nn.utils.clip_grad_norm_(ours.parameters(), 1e-3)
+            optimizer.step()
+
+        ours.step(clipped)
+        after = [master.detach() for master in ours.optim_parameters()]
+        moved = [old - new for old, new in zip(before, after, strict=True)]
+    norm = torch.cat([each.flatten() for each in moved]).norm()
+    assert float(norm) == pytest.approx(1e-3, rel=1e-2)  # as far as the clipped norm, at lr 1
+
+
 def test_what_a_step_by_a_function_costs_is_said_once(caplog):
     caplog.set_level("INFO", logger="roundpipe.stepping")
     with roundpipe.RoundPipe(model(), devices="cpu") as ours:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -155,3 +157,24 @@ def test_freezing_needs_no_word_to_the_wrapper(wrap):
     assert not any(p.requires_grad for p in wrapped.parameters())
     wrapped.synchronize()
     torch.testing.assert_close(wrapped.state_dict(), plain.state_dict())
+
+
+def test_loaded_buffers_reach_what_rebuilds_the_arguments_of_blocks(wrap):
+    """The frequencies of a rotary table, here saved with the model: no layer but all contexts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=32)).eval()
+    plain.model.rotary_emb._non_persistent_buffers_set.discard("inv_freq")
+    ours = wrap(copy.deepcopy(plain))
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    state["model.rotary_emb.inv_freq"] *= 0.5
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        before = ours(input_ids=ids).logits
+        for model in (plain, ours):
+            model.load_state_dict(state)
+        found = ours(input_ids=ids).logits
+        torch.testing.assert_close(found, plain(ids, use_cache=False).logits)
+    assert not torch.allclose(before, found)

@@ -104,3 +104,10 @@ def test_a_step_that_failed_is_left_out(model, capsys):
     model.synchronize()
     assert len({(layer, kind) for layer, kind, *_ in told(capsys)}) >= 8
     assert not model._chain._timer._runs
+
+
+def test_an_estimate_takes_a_fifth_of_each_record():
+    timer = ModelTimer()
+    for seconds in (1.0, 2.0):
+        timer._lines({(0, "fwd"): seconds})
+    assert timer.estimates == {(0, "fwd"): pytest.approx(1.2)}

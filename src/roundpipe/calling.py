@@ -21,8 +21,9 @@ from roundpipe.engine.caller import CallerState
 from roundpipe.engine.compute import backward as run_backward
 from roundpipe.engine.generation import refuse_cache
 from roundpipe.engine.graph import Given, detached, outputs_in_graph, own_copy
-from roundpipe.engine.microbatch import Cut, joined
+from roundpipe.engine.microbatch import Cut, config_of_call, joined
 from roundpipe.engine.random import pass_seed
+from roundpipe.engine.rows import require_rows
 from roundpipe.engine.run import Call
 from roundpipe.errors import ConfigError, ModelError
 from roundpipe.stored import Stored
@@ -69,24 +70,27 @@ class Calling(Stored):
     ) -> Any:
         """Run forward and backward of one batch; gradients add up on the host until ``step``.
 
+        Tensors [batch, …] are cut into microbatches, and may be overwritten when this returns.
         ``loss_fn(outputs, labels)`` returns one microbatch's loss, or a sequence of losses that are
-        all run backward from; without it a causal LM's own loss is used, ``labels`` among
-        ``input_kwargs``, and of any other model the output is the loss. Losses are summed where
-        ``num_microbatch`` is given, else averaged by samples; a causal LM's own loss is the mean
-        over the trained tokens of the whole step. ``loss_reduction`` says otherwise. Returns the
-        loss, 0-d, or a list of losses, or (loss, outputs).
+        all run backward from; without it a causal LM's own is used (``labels`` [batch, length],
+        int64, among ``input_kwargs``), and of any other model the output is the loss. Losses are
+        summed where ``num_microbatch`` or ``split_input`` is given, else averaged by samples; a
+        causal LM's own is the mean over the trained tokens of the whole step. ``loss_reduction``
+        says otherwise. Returns the loss, 0-d, or a list of losses, or (loss, outputs).
 
         Where an input wants a gradient it is run backward from too, through what made it: the
         output of another RoundPipe, for example. Then the losses are computed on the host.
 
-        Blocks until every microbatch's loss is on the host; backward goes on. Raises StepError if
-        an action failed, of this step or of one before: then the state is that of the last
-        committed step.
+        Blocks until every microbatch's loss is on the host; backward goes on. Raises ConfigError
+        for a batch that cannot be cut or has no loss, StepError if an action failed, of this step
+        or of one before: then the state is that of the last committed step.
         """
         self._ready()
+        _refuse_tensor(input_args)
         self._text_only.check(input_args, input_kwargs)
         refuse_cache(self._spec, input_kwargs)
-        config = run_config.over(self._config)
+        config = config_of_call(run_config, self._config)
+        self._require_rows(input_args, input_kwargs, config)
         # Layers read them until their backward: a caller may write to theirs when this returns.
         given, label = Given.of(input_args, dict(input_kwargs or {})), own_copy(label)
         asked = ask_training(
@@ -94,18 +98,12 @@ class Calling(Stored):
             given.kwargs,
             label,
             loss_fn,
-            LossRule(
-                cut=_cut(config),
-                reduction=self._reduction,
-                divisor=self._chain.making.divisor,
-                computes_loss=self._spec.computes_loss,
-                takes_num_items=self._spec.takes_num_items,
-                shifts_labels=self._spec.shifts_labels,
-            ),
+            self._loss_rule(config),
         )
         self._chain.making.check(asked)
         train = self._train
         if torch.is_grad_enabled() and given.leaves:
+            self._spec.refuse_lost_gradients(input_args, input_kwargs or {})
             train = functools.partial(self._train_through, given)
         wants_logits = return_outputs or loss_fn is not None
         losses, outputs = train(asked, config, keeps=return_outputs, wants_logits=wants_logits)
@@ -116,6 +114,16 @@ class Calling(Stored):
         if asked.is_own and config.merge_output is not False:
             set_loss(outputs, total)  # each has its share
         return loss, joined(outputs, config)
+
+    def _loss_rule(self, config: RoundPipeRunConfig) -> LossRule:
+        return LossRule(
+            cut=_cut(config),
+            reduction=self._reduction,
+            divisor=self._chain.making.divisor,
+            computes_loss=self._spec.computes_loss,
+            takes_num_items=self._spec.takes_num_items,
+            shifts_labels=self._spec.shifts_labels,
+        )
 
     def _train(
         self, asked: Asked, config: RoundPipeRunConfig, *, keeps: bool, wants_logits: bool
@@ -159,7 +167,7 @@ class Calling(Stored):
         roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
         **kwargs: Any,
     ) -> Any:
-        """Run the model and return what it returns for the whole batch.
+        """Run the model and return what it returns for the whole batch, on ``output_device``.
 
         Under autograd, where anything is trained or an argument wants a gradient, the result is
         part of the caller's graph: ``backward()`` from it runs backward over the devices, adds to
@@ -168,15 +176,17 @@ class Calling(Stored):
         ``forward_backward``, which runs forward, loss and backward of the last layers at once. Else
         it uses the newest weights.
 
-        Waits for everything before it. A causal LM's loss, given ``labels``, is the mean over the
-        batch's trained tokens. ``backward()`` raises ConfigError if the weights were updated since.
+        Blocks until its outputs are on the host, and everything before it is done. A causal LM's
+        loss, given ``labels``, is the mean over the batch's trained tokens. Raises as
+        ``forward_backward`` does; ``backward()`` raises ConfigError if weights were updated since.
         """
         self._ready()
         args, kwargs, own = self._as_named_in_training(args, kwargs)
         self._text_only.check(args, kwargs)
         refuse_cache(self._spec, kwargs)
-        config = (own or roundpipe_run_config).over(self._config)
-        self.synchronize()
+        config = config_of_call(own or roundpipe_run_config, self._config)
+        self._require_rows(args, kwargs, config)
+        self._settle()
         given = Given.of(args, kwargs)  # copies, should they be read again in a backward
         is_joined = config.requires_grad
         if is_joined is None:
@@ -192,6 +202,7 @@ class Calling(Stored):
         )
         asked = ask_forward(given.args, given.kwargs, rule)
         if is_joined:
+            self._spec.refuse_lost_gradients(args, kwargs)
             outputs = self._joined_to_graph(asked.microbatches, config, given)
         else:
             outputs = self._without_graph(asked.microbatches, config)
@@ -235,6 +246,13 @@ class Calling(Stored):
         with torch.enable_grad():
             return outputs_in_graph(forward.run.outputs, given.leaves, backward)
 
+    def _require_rows(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, config: RoundPipeRunConfig
+    ) -> None:
+        """Raise ConfigError for a causal LM's batch that is cut as usual and cannot be."""
+        if config.split_input is None:
+            require_rows(self._text_only.named(args, kwargs))
+
     def _as_named_in_training(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], RoundPipeRunConfig | None]:
@@ -260,7 +278,7 @@ class Calling(Stored):
         self._hide_gradients()
         trained = (({n for n, t in x.tensors.items() if t.requires_grad}, x) for x in self._layers)
         if any(names != set(layer.trainable) for names, layer in trained):
-            self.synchronize()
+            self._settle()
             self._hide_gradients()
 
     def _refuse_changed(self) -> None:
@@ -298,6 +316,11 @@ class Calling(Stored):
             recompute_by_layer=config.recompute_grain == "layer",
             **more,
         )
+
+
+def _refuse_tensor(input_args: Any) -> None:
+    if isinstance(input_args, torch.Tensor):  # its rows would be taken for arguments
+        raise ConfigError("input_args is a tensor, not a tuple\nhint: input_args=(x,)")
 
 
 def _cut(config: RoundPipeRunConfig) -> Cut:

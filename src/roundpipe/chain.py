@@ -48,6 +48,7 @@ class ForwardPass:
     backward: Callable[[bool], Program]
     wanted: tuple[bool, ...]
     num_versions: int
+    num_rewrites: int
     modes: list[bool]
 
 
@@ -63,6 +64,7 @@ class Chain:
         self._modes: list[bool] = []  # their training flags as the shells have them
         self.making = StepInMaking()
         self.num_versions = 0  # of the weights: what was updated or loaded so far
+        self._num_rewrites = 0  # of the module's attributes
         self.staleness = 0
         self._kind: Kind | None = None
         self._last: Run | None = None  # the training run that the next one may follow
@@ -151,7 +153,8 @@ class Chain:
             rows=max(map(rows_of, call.microbatches)),
         )
         run = self._run_alone(forward, call)
-        return ForwardPass(run, backward, wanted, self.num_versions, self._modes)
+        versions = self.num_versions, self._num_rewrites
+        return ForwardPass(run, backward, wanted, *versions, self._modes)
 
     def run_backward(
         self,
@@ -170,6 +173,11 @@ class Chain:
             raise ConfigError(
                 "the weights were updated between forward() and its backward()\n"
                 "hint: backward() first, then step"
+            )
+        if forward.num_rewrites != self._num_rewrites:
+            raise ConfigError(
+                "an attribute of the model was set between forward() and its backward(), which "
+                "recomputes\nhint: backward() first"
             )
         if forward.modes != self._flags():
             raise ConfigError(
@@ -286,27 +294,44 @@ class Chain:
             self._last = self._measured = None
 
     def notice_load(self) -> None:
-        """The weights are others, all of one version."""
+        """The weights are others, all of one version, and buffers may be; nothing is under way."""
         self.num_versions += 1
+        self._renew_contexts()
         self._engine.is_mixed = False
+        self._engine.state.commit()  # a failure does not take loaded buffers back
+
+    def catch_up(self) -> None:
+        """Let the next call read the newest weights, late steps or not; nothing is under way."""
+        if self.staleness == 0:
+            return
+        for layer in self._engine.layers:
+            layer.publish()
+        self.staleness, self._last = 0, None
+        self.num_versions += 1
 
     def restart(self) -> None:
         """Begin anew: what is trained has changed."""
         for model in self._engine.models:
             model.forget_shells()
         self._planner.restart()
-        self._num_runs = self.staleness = 0
+        self._num_runs = 0
         self.num_versions += 1
         self._last = self._measured = self._sizes = None
 
     def follow_attributes(self) -> None:
         """Let devices have the module's attributes as they are now; nothing is under way."""
+        self._num_rewrites += 1
         self._engine.spec.accept_changes()
         self._engine.known.forget()
         for model in self._engine.models:
             model.forget_shells()
-            model.context = self._engine.spec.make_context(model.device.torch_device)
+        self._renew_contexts()
         self._last = None
+
+    def _renew_contexts(self) -> None:
+        """Have contexts read the buffers as they are: each holds copies."""
+        for model in self._engine.models:
+            model.context = self._engine.spec.make_context(model.device.torch_device)
 
     def _begin_idle(self) -> None:
         """Let shells follow ``train()`` and ``eval()``, of submodules too, on idle devices."""

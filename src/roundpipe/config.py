@@ -108,9 +108,11 @@ class RoundPipeRunConfig:
     ``TensorChunkSpec`` and ``_Replicate`` of ``torch.distributed.pipelining.microbatch``, None for
     what is cut as usual. ``split_label``: a function (label, number) -> list, or a spec.
     ``merge_output``: a function (list of outputs) -> result, a spec, in which ``_CustomReducer``
-    may stand too, or False, which gives ``RoundPipePackedData`` in place of each tensor.
+    may stand too, or False, which gives ``RoundPipePackedData`` in place of each leaf.
     ``execute_plan``: stages given by hand. ``loss_only``: a pass without gradient of a causal LM
     that is given labels returns its loss and no logits, which then are never there all at once.
+
+    Raises ConfigError for values that mean nothing.
     """
 
     requires_grad: bool | None = None

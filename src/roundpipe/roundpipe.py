@@ -19,6 +19,7 @@ from roundpipe.chain import Chain
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.generation import generate
+from roundpipe.engine.microbatch import config_of_call
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.updates import StepResult
 from roundpipe.engine.worker import is_worker
@@ -30,6 +31,7 @@ from roundpipe.stepping import Stepping
 from roundpipe.store.build import build_store, relayout
 from roundpipe.store.frozen import packed_in
 from roundpipe.store.pages import HostPages
+from roundpipe.wrapped import with_masters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,24 +53,28 @@ class RoundPipe(Calling):
 
     ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split
     by structure, wrapped in ``peft`` or not), or any other module (one layer), on the CPU. Its
-    tensors move into host segments; it must not be run or changed by hand afterwards.
+    tensors move into host segments; it must not be run or changed by hand afterwards. What text
+    does not reach (a vision tower) is frozen.
 
     ``devices``: ``"auto"`` (every GPU, else one CPU device), a number, ``"cuda:0"``, ``"cpu*3"`` or
     a list of these; ``pool``: a ``DevicePool`` in place of it. ``optim_dtype``: of master weights
-    and moments; None is fp32 for 16-bit parameters. ``schedule``: a name that
-    ``roundpipe.sim.search.choose`` knows, or a function (costs, machine, microbatches) that returns
-    a ``Schedule``. ``loss_reduction``: ``"sum"``, ``"mean"`` or ``"token_mean"``, see
-    ``forward_backward``. ``device_memory_limit``: bytes a device may hold. ``pin_model``: ``"off"``
-    page-locks no host memory, the two other words do, at exact size, as far as
-    ``pinned_memory_limit`` (bytes) allows. ``bases``: where frozen weights lie already, as
+    and moments; None is fp32 for 16-bit parameters. ``name``: in logs and errors.
+    ``model_run_config``: what holds for calls that do not say otherwise. ``schedule``: ``"auto"``,
+    ``"round_robin"``, ``"replicated"``, ``"hybrid"``, ``"gpipe"``, or a function (costs, machine,
+    microbatches) that returns a ``Schedule``. ``loss_reduction``: ``"sum"``, ``"mean"`` or
+    ``"token_mean"``, see ``forward_backward``. ``device_memory_limit``: bytes a device may hold.
+    ``pin_model``: ``"off"`` page-locks no host memory, the two other words do, at exact size, as
+    far as ``pinned_memory_limit`` (bytes) allows. ``bases``: where frozen weights lie already, as
     ``roundpipe.models.loading`` gives them. ``grad_scaler``: scales losses and unscales gradients
     by itself (fp16). ``optim_state_dir``: masters and moments live there between updates.
     ``commit="eager"`` updates a layer as soon as its own gradient is there: sooner done, but a step
     that fails leaves weights of two versions. ``seed``: of dropout and the like; None takes
     torch's. ``stall_seconds``: how long nothing may finish before a step is given up.
 
-    Raises ModelError for a model that cannot be split exactly and DeviceError for a device that
-    cannot be used. ``close`` or ``with`` ends it; wrapping a module again closes the first wrapper.
+    Raises ModelError for a model that cannot be split exactly, DeviceError for a device that cannot
+    be used, ConfigError for words that mean nothing. Weights are moved layer by layer, so memory
+    never holds them twice. ``close`` or ``with`` ends it; wrapping a module again closes the first
+    wrapper.
     """
 
     def __init__(  # noqa: PLR0913 - the published signature
@@ -123,7 +129,7 @@ class RoundPipe(Calling):
         self._num_calls, self._num_passes = itertools.count(), itertools.count()  # no gradient
         self._stepping = Stepping(
             self._layers,
-            synchronize=self.synchronize,
+            synchronize=self._settle,
             scaler=grad_scaler,
             state_dir=None if optim_state_dir is None else Path(optim_state_dir),
             is_eager=commit == "eager",
@@ -213,17 +219,19 @@ class RoundPipe(Calling):
         that update each parameter by itself, go layer by layer, the layers that the next step needs
         first being first; others step as a whole. ``max_grad_norm`` clips the global norm.
         ``is_async``: the next call still uses the weights of this one (staleness 1). A step whose
-        norm is not finite is skipped.
+        norm is not finite is skipped. Returns at once; reading a field of the result waits.
 
-        Returns at once; reading a field of the result waits. A function is called with ``*args``
-        when all gradients are on the host, in ``.grad`` of ``optim_parameters()``.
+        A function is called with ``*args``, here and now, when all gradients are on the host, in
+        ``.grad`` of ``optim_parameters()``; ``parameters()`` are those in it. Returns when it has.
+
+        Raises ConfigError where there was no call, or for an optimizer that holds no masters.
         """
         self._ready()
         if not self._chain.making.runs:
             raise ConfigError("nothing to step with\nhint: call forward_backward(...) first")
         if not isinstance(step_fn_or_optimizer, torch.optim.Optimizer):
             self._stepping.require_function(is_async=is_async)
-            function = functools.partial(step_fn_or_optimizer, *args, **kwargs)
+            function = functools.partial(with_masters, step_fn_or_optimizer, *args, **kwargs)
             made = self._chain.step_by_hand(
                 function,
                 max_norm=max_grad_norm,
@@ -251,15 +259,17 @@ class RoundPipe(Calling):
 
         In evaluation mode on the first device, with the newest weights: those stay there until it
         is done if there is room for them and for the cache, else blocks come up as they are used.
-        The tokens are those that the plain model would make. Returns what that returns, on
-        ``output_device`` (the host). Waits for everything before it; training may go on afterwards.
+        The tokens are those that the plain model would make. Returns what that returns (token ids
+        [sequences, length], int64, unless asked for more), on ``output_device`` (the host). Blocks
+        until then, and before for what is under way; training may go on afterwards.
 
-        Raises ModelError for a model that does not generate text, DeviceError where no room is.
+        Raises ModelError for a model that does not generate text, ConfigError for prompts with
+        images, DeviceError where no room is.
         """
         self._ready()
-        config = roundpipe_run_config.over(self._config)
+        config = config_of_call(roundpipe_run_config, self._config)
         self._text_only.check(args[:1], kwargs)
-        self.synchronize()
+        self._settle()
         return generate(
             self._engine,
             args,
@@ -272,17 +282,22 @@ class RoundPipe(Calling):
     def synchronize(self) -> None:
         """Block until nothing is under way; raises what failed since the last call.
 
-        Takes over what was changed in ``requires_grad``; after a change the next call reads the
-        newest weights, whatever the staleness. Gradients of the calls since the last step are then
-        in ``.grad`` of ``parameters()``.
+        The module then has the newest weights, and the next call reads them, also after a step
+        with ``is_async=True``; evaluating and saving leave that as it is. Takes over what was
+        changed in ``requires_grad``. Gradients of the calls since the last step are then in
+        ``.grad`` of ``parameters()``.
         """
+        self._settle()
+        with torch.inference_mode(False):
+            self._chain.catch_up()
+
+    def _settle(self) -> None:
         self._engine.drain()
         self._chain.notice_recovery()
         self._chain.tell_times()
         with torch.inference_mode(False):
             if relayout(self._layers):
-                for layer in self._layers:  # all have one version again: the newest
-                    layer.publish()
+                self._chain.catch_up()  # all layers have one version again
                 self._chain.restart()
             self._hide_gradients()
             if self._chain.making.runs:
@@ -344,6 +359,9 @@ def _require(model: nn.Module, pool: DevicePool | None, **words: str) -> None:
     """Raise for what cannot be wrapped, and for words that mean nothing."""
     if isinstance(model, RoundPipe):
         raise ModelError("the model is wrapped already\nhint: use it as it is")
+    if not isinstance(model, nn.Module):
+        way_out = "RoundPipe.from_pretrained(…) reads a model's files"
+        raise ModelError(f"not a module: {model!r:.60}\nhint: {way_out}")
     if pool is not None and pool.is_closed:
         raise ConfigError("the pool is closed\nhint: make a new DevicePool")
     known = {"pin_model": ("alloc", "register", "off"), "commit": ("whole", "eager")}

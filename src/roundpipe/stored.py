@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from roundpipe.engine.worker import is_worker
 from roundpipe.errors import ConfigError
-from roundpipe.models.saving import save
+from roundpipe.models.saving import SHARD_BYTES, save
+from roundpipe.plan.amounts import read_bytes
 from roundpipe.store.build import NewestState, newest_state, require_writable, trained_state
 from roundpipe.wrapped import Wrapped, wants_masters
 
@@ -57,7 +58,7 @@ class Stored(Wrapped):
             prefix = kwargs.get("prefix", args[0] if args else "")
             return self.optim_named_parameters(prefix)
         if self._chain.making.runs and not is_worker():
-            self.synchronize()
+            self._settle()
         return super().named_parameters(*args, **kwargs)
 
     def _show_gradients(self) -> None:
@@ -88,12 +89,12 @@ class Stored(Wrapped):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train all parameters, or none; see ``synchronize``."""
         self.model.requires_grad_(requires_grad)
-        self.synchronize()
+        self._settle()
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """Run ``fn`` on every module of the model, as to initialise it; masters follow."""
-        self.synchronize()
+        self._settle()
         for layer in self._layers:
             layer.publish()
         super().apply(fn)
@@ -108,7 +109,7 @@ class Stored(Wrapped):
         Views of host memory in the working dtype, or fp32 where several calls or visits add up.
         Parameters that got none are left out. A ``grad_scaler`` has scaled them.
         """
-        self.synchronize()  # which settles what several calls have divided by
+        self._settle()  # which settles what several calls have divided by
         found: dict[str, Tensor] = {}
         for layer in self._layers:
             for name in layer.trainable:
@@ -119,7 +120,7 @@ class Stored(Wrapped):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the calls since the last step."""
-        self.synchronize()
+        self._settle()
         self._hide_gradients()
         for layer in self._layers:
             layer.clear_gradients()
@@ -127,7 +128,7 @@ class Stored(Wrapped):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The newest weights by the model's own names, in its dtypes; waits until they are made."""
-        self.synchronize()
+        self._settle()
         return newest_state(self.model, self._layers, *args, **kwargs)
 
     def newest_weights(self) -> Mapping[str, Any]:
@@ -135,23 +136,41 @@ class Stored(Wrapped):
 
         Waits until nothing is under way; to be read before the next call.
         """
-        self.synchronize()
+        self._settle()
         return NewestState(self.model, self._layers)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        max_shard_size: int | str = SHARD_BYTES,
+        safe_serialization: bool = True,
+    ) -> None:
         """Write the newest weights as stock transformers, or an adapter as stock peft, loads them.
 
-        The checkpoint's own class, names and shapes; one tensor or block in memory beside the
-        model. Blocks on the disk. Raises ConfigError for a module that is not of transformers.
+        The checkpoint's own class, names, shapes and dtypes, towers that are not trained included;
+        of a model under ``peft`` the adapter alone. What was packed into 4 bits is unpacked. Takes
+        the memory of one tensor or block; files appear when all are written. Blocks until nothing
+        is under way and on the disk. ``max_shard_size``: bytes, or as ``"5GB"``; a file of the
+        model is larger only if one block is. Raises ConfigError for a module that is not of
+        transformers, and for ``safe_serialization=False``: only safetensors are written.
         """
-        save(Path(folder), self.model, self.newest_weights())
+        if not safe_serialization:
+            raise ConfigError(
+                "only safetensors are written: safe_serialization=False\n"
+                "hint: torch.save(model.state_dict(), path)"
+            )
+        limit = read_bytes(str(max_shard_size))
+        if not limit:
+            raise ConfigError(f"max_shard_size is no size: {max_shard_size!r}\nhint: '5GB'")
+        save(Path(folder), self.model, self.newest_weights(), shard_bytes=limit)
 
     def trained_state_dict(self) -> dict[str, Tensor]:
         """Of ``state_dict`` what is trained: all that an adapter is saved from, nothing unpacked.
 
         Copies; waits until they are made.
         """
-        self.synchronize()
+        self._settle()
         return trained_state(self.model, self._layers)
 
     def load_state_dict(
@@ -165,7 +184,7 @@ class Stored(Wrapped):
             raise ConfigError(
                 "assign=True would take the weights out of their segments\nhint: leave it out"
             )
-        self.synchronize()
+        self._settle()
         require_writable(self.model, self._layers, state_dict)
         for layer in self._layers:  # what is not loaded keeps its newest value
             layer.publish()

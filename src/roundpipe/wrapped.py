@@ -48,6 +48,12 @@ def wants_masters() -> bool:
     return _in_optimizer.get()
 
 
+def with_masters(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` within an ``OptimizerCtx``, as whoever steps by a function expects."""
+    with OptimizerCtx():
+        return function(*args, **kwargs)
+
+
 class _Owner:
     """Knows, weakly, what wraps the module it hangs on. A copy of that module is nobody's."""
 
@@ -81,8 +87,12 @@ class Wrapped(nn.Module):
             object.__delattr__(self.model, _OWNER)
 
     def synchronize(self) -> None:
-        """Block until nothing is under way."""
+        """Block until nothing is under way, and let the module have the newest weights."""
         raise NotImplementedError
+
+    def _settle(self) -> None:
+        """Block until nothing is under way; what the next call reads stays what it is."""
+        self.synchronize()
 
     def _refuse_changed(self) -> None:
         """Raise ModelError if the module was changed past the wrapper."""
@@ -133,7 +143,7 @@ class Wrapped(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode; waits for what is under way in the other."""
         if mode != self.training:
-            self.synchronize()
+            self._settle()
         self.training = mode
         self.model.train(mode)
         return self
@@ -216,7 +226,7 @@ class Wrapped(nn.Module):
                 )
 
     def _change(self, how: Callable[..., None], name: str, *value: Any) -> None:
-        self.synchronize()
+        self._settle()
         self._refuse_changed()
         how(self._bearer, name, *value)
         self._retake_attributes()

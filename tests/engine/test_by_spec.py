@@ -6,7 +6,12 @@ from collections import namedtuple
 
 import pytest
 import torch
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    _CustomReducer,
+    _Replicate,
+    sum_reducer,
+)
 
 from roundpipe.engine.by_spec import cut_by_spec, join_by_spec, marker_of
 from roundpipe.errors import ConfigError
@@ -26,6 +31,7 @@ def test_markers_are_known_as_classes_and_as_values():
     assert marker_of(_Replicate) == marker_of(_Replicate()) == "_Replicate"
     assert marker_of(TensorChunkSpec(1)) == "TensorChunkSpec"
     assert marker_of(_CustomReducer(0, max)) == "_CustomReducer"
+    assert marker_of(sum_reducer) == "_CustomReducer"
     assert marker_of((TensorChunkSpec(0),)) is None
 
 

@@ -89,6 +89,19 @@ def test_a_model_that_does_not_take_it_gets_shares_by_tokens():
     assert shares(asked, [own(), own(torch.nan), own()]) == pytest.approx([2 / 3, 0, 1 / 3])
 
 
+def test_labels_that_the_caller_has_shifted_are_the_ones_that_count():
+    shifted = torch.tensor([[2, 3, 4], [-100, -100, -100], [2, -100, -100]])
+    given = {"labels": LABELS, "shift_labels": shifted}
+    asked = ask_training((), given, None, None, LM)
+    assert (asked.tokens, asked.divisor) == (4, 4)
+    assert {part.inputs.kwargs["num_items_in_batch"] for part in asked.microbatches} == {4}
+
+
+def test_another_number_may_mark_what_is_not_trained():
+    asked = ask_training((), {"labels": LABELS, "ignore_index": 2}, None, None, LM)
+    assert asked.tokens == 4  # of the six past the first
+
+
 def test_the_number_of_items_of_the_caller_is_the_callers():
     kwargs = {"input_ids": IDS, "labels": LABELS, "num_items_in_batch": torch.tensor(50)}
     asked = ask_training((), kwargs, None, None, LM)

@@ -34,6 +34,7 @@ INTEGERS = {
     "argsort": lambda x: x.argsort(1, descending=True),
     "searchsorted": lambda x: torch.searchsorted(x.flatten().sort()[0], torch.tensor([0.1, 0.2])),
     "bucketize": lambda x: torch.bucketize(x, torch.tensor([-0.5, 0.0, 0.5])),
+    "bucketize to int32": lambda x: torch.bucketize(x, torch.tensor([0.0, 1.0]), out_int32=True),
     "multinomial": lambda x: torch.multinomial(x.exp(), 3),
 }
 NUMBERS = {

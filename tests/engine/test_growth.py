@@ -66,3 +66,13 @@ def test_a_tensor_that_a_loss_function_keeps_is_seen(rig):
     trainer.loss_fn = keeps
     trainer.train(1)
     assert held(trainer)[-1] > before[-1]
+
+
+def test_a_closed_wrapper_that_is_kept_holds_no_device_memory(rig):
+    trainer = rig.trainer("cpu")
+    trainer.train(2)
+    arenas = [arena for m in trainer.pipe._engine.models for arena in (m.weights, m.sums)]
+    places = {arena.buffer.untyped_storage().data_ptr() for arena in arenas}
+    trainer.pipe.close()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    assert places.isdisjoint(each.untyped_storage().data_ptr() for each in tensors)

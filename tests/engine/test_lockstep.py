@@ -124,3 +124,15 @@ def test_each_graph_is_the_caller_s():
     )
     torch.stack(parts).sum().backward()
     assert torch.equal(weight.grad, torch.full((2,), 6.0))
+
+
+def test_whoever_wants_no_gradient_is_served_apart():
+    log = []
+
+    def quiet(ask):
+        with torch.no_grad():
+            return ask(0, (2,), {})
+
+    works = [lambda ask: ask(0, (1,), {}), quiet, lambda ask: ask(0, (3,), {})]
+    assert run_together(works, noted(log)) == [10, 20, 30]
+    assert log == [(0, [1, 3]), (0, [2])]

@@ -18,12 +18,13 @@ from roundpipe.engine.microbatch import (
     Cut,
     RoundPipePackedData,
     batch_size_of,
+    config_of_call,
     joined,
     merge,
     sizes,
     split,
 )
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, DeviceError
 
 
 @given(st.integers(1, 200), st.integers(1, 40))
@@ -131,6 +132,13 @@ class Opaque:
     """A class that pytree does not know: one leaf."""
 
     x: torch.Tensor
+
+
+@pytest.mark.parametrize("device", ["cuda:63", torch.device("cuda:63"), "nonsense"])
+def test_an_output_device_that_is_not_there_is_refused_before_anything_runs(device):
+    asked = RoundPipeRunConfig(output_device=device)
+    with pytest.raises(DeviceError, match=r"output_device cannot be used: (.|\n)*hint: .*cpu"):
+        config_of_call(RoundPipeRunConfig(), asked)
 
 
 def test_an_opaque_input_goes_whole():

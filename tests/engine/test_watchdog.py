@@ -64,3 +64,17 @@ def test_only_a_time_in_which_nothing_finishes_counts(pool, monkeypatch, finishi
     ready = Slowly(pool, iter(finishing))
     monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: ready.now)
     assert Watchdog(pool, 600).is_set(ready, 10.0) is not stalls
+
+
+def test_a_wait_gives_back_what_devices_on_the_processor_have_freed(pool, monkeypatch):
+    calls = []
+    watchdog = Watchdog(pool, 0.02)
+    assert watchdog._freed is not None
+    monkeypatch.setattr(watchdog._freed, "_trim", calls.append)
+    assert not watchdog.is_set(threading.Event(), 0.02)
+    assert calls
+
+
+def test_a_wait_for_other_devices_gives_nothing_back():
+    with DevicePool("emulated:2x4090,64GB") as emulated:
+        assert Watchdog(emulated, 1.0)._freed is None

@@ -38,7 +38,13 @@ def loss_of(output):
 
 
 def make(tiny, kind):
-    settings = {**KINDS[kind]}
+    settings = {**KINDS.get(kind, {})}
+    if kind == "xlnet":
+        from transformers import XLNetConfig, XLNetLMHeadModel
+
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48, "vocab_size": 96}
+        return XLNetLMHeadModel(XLNetConfig(**sizes, dropout=0.25, use_mems_eval=False)).eval()
     if kind == "falcon":
         from transformers import FalconConfig, FalconForCausalLM
 
@@ -123,6 +129,21 @@ def test_inputs_embeds_positions_and_logits_to_keep_go_to_the_models_own_forward
 def test_in_bfloat16_and_in_training_mode_too(tiny, chain_of, plain):
     model = tiny.make("llama").to(torch.bfloat16).train()
     check_equal(model, tiny.inputs((9,)), chain_of, plain)
+
+
+def test_an_argument_that_drops_out_in_training_is_the_same_for_all_blocks(
+    tiny, chain_of, plain, monkeypatch
+):
+    """XLNet drops out some of its positions once and hands the rest to every block."""
+
+    def every_third_less(x, p=0.5, training=True, inplace=False):
+        kept = torch.arange(x.numel()).view(x.shape) % 3 > 0
+        return x * kept if training and p else x
+
+    monkeypatch.setattr(nn.functional, "dropout", every_third_less)
+    model = make(tiny, "xlnet")
+    tied = ["transformer.word_embedding.weight"]
+    check_equal(model.train(), tiny.inputs((9,)), chain_of, plain, tied=tied)
 
 
 def test_each_tensor_belongs_to_the_layers_that_read_it(tiny):

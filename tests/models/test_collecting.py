@@ -114,3 +114,10 @@ def test_a_plain_run_that_collects_is_no_change_to_the_model(tiny, chain_of):
     assert all(map(torch.equal, ours.router_logits, plain.router_logits))
     model.model.layers[1].register_forward_hook(lambda *_: None)
     assert spec.changed_since_wrapping() == "forward hook added to model.layers.1"
+
+
+def test_a_routers_loss_that_is_turned_on_later_is_no_mean_over_tokens(tiny):
+    spec = causal_lm_spec(make(tiny, "mixtral"))
+    assert spec.takes_num_items
+    spec.module.config.output_router_logits = True
+    assert not spec.takes_num_items

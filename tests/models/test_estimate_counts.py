@@ -332,8 +332,23 @@ def test_what_cannot_be_split_is_refused_as_with_weights():
         count(config, Method(), name="x")
 
 
-def test_a_model_that_asks_for_values_is_refused_with_a_way_out():
-    fields = {"model_type": "jetmoe", **SIZES, "kv_channels": 16, "num_local_experts": 4}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "jetmoe", **SIZES, "kv_channels": 16, "num_local_experts": 4},
+        {
+            **SIZES,
+            "model_type": "dbrx",
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+            "ffn_config": {"ffn_hidden_size": 24, "hidden_size": 64},
+        },
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_a_model_that_asks_for_values_is_refused_with_a_way_out(fields):
     with pytest.raises(ModelError, match="depends on values of tensors") as refused:
         count(make_config(fields), Method(), name="x")
     assert "hint: it can be trained all the same" in str(refused.value)

@@ -67,8 +67,10 @@ def test_every_name_is_one_models_alone():
 def test_what_was_counted_has_as_many_parameters_as_are_published(model):
     found = stored_profile(model, Method(), bits=16)
     assert found.parameters == pytest.approx(model.parameters, rel=0.01)
-    assert found.trained_parameters == found.parameters
-    assert len(found.layers) == model.config["num_hidden_layers"] + 2
+    assert found.trained_parameters + found.unread == found.parameters
+    assert bool(found.unread) == bool(found.notes) == ("vision_config" in model.config)
+    text = model.config.get("text_config", model.config)
+    assert len(found.layers) == text["num_hidden_layers"] + 2
     for method in METHODS:
         for bits in (16, 32):
             other = stored_profile(model, method, bits=bits)

@@ -164,6 +164,14 @@ def test_several_files_hold_what_their_index_says(tmp_path):
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     assert open_shards(tmp_path / "out").tensors.keys() == on_disk(tmp_path / "source").keys()
     stock(tmp_path / "out", model)
+    with RoundPipe(model, devices="cpu") as trainer:
+        trainer.save_pretrained(tmp_path / "asked", max_shard_size="30KB", safe_serialization=True)
+        names = sorted(path.name for path in (tmp_path / "out").iterdir())
+        assert sorted(path.name for path in (tmp_path / "asked").iterdir()) == names
+        with pytest.raises(ConfigError, match=r"safe_serialization=False\nhint: torch\.save"):
+            trainer.save_pretrained(tmp_path / "asked", safe_serialization=False)
+        with pytest.raises(ConfigError, match=r"is no size: 'a lot'\nhint: '5GB'"):
+            trainer.save_pretrained(tmp_path / "asked", max_shard_size="a lot")
 
 
 def test_what_is_saved_is_the_newest_though_the_next_call_would_read_older_weights(tmp_path):
@@ -241,3 +249,14 @@ def test_a_module_that_is_not_of_transformers_is_refused_with_the_way_out(tmp_pa
         pytest.raises(ConfigError, match=r"Sequential\nhint: torch\.save\(model\.state_dict"),
     ):
         trainer.save_pretrained(tmp_path)
+
+
+def test_a_model_that_was_never_loaded_gets_no_prefix_that_its_class_may_have_had(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    more = {"layer_types": ["full_attention"]}
+    config = transformers.Qwen3_5TextConfig(**sizes, **heads, **more)
+    model = transformers.Qwen3_5ForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs")
+    saving.save_model(tmp_path / "ours", model, model.state_dict())
+    assert on_disk(tmp_path / "ours").keys() == on_disk(tmp_path / "theirs").keys()

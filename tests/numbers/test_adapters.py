@@ -158,7 +158,7 @@ def test_every_gradient_is_that_of_plain_peft(
     reference = plain(adapted(case))
     expected = reference.forward_backward(batch, 4)
     gradients = reference.gradients()
-    for num_devices in (1, 2, 3):
+    for num_devices in (1, 3):
         wrapped = wrap(adapted(case), num_devices)
 
         found = train_lm(wrapped, batch, 4)

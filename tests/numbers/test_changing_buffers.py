@@ -18,7 +18,6 @@ EACH = roundpipe.ModelExecutePlan(
 )
 PLANS = {
     "planned": {},
-    "a stage a layer": {"execute_plan": EACH},
     "recompute by layer": {"execute_plan": EACH, "recompute_grain": "layer"},
     "no recompute": {
         "execute_plan": roundpipe.ModelExecutePlan(fwd_plan=[], bwd_plan=[range(5)]),
@@ -217,6 +216,34 @@ def test_a_step_that_fails_leaves_them_as_the_step_before(
     train_xy(wrapped, good, square_loss, 3)
     after = buffers(wrapped.state_dict())
     assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_buffer_found_to_change_in_a_step_that_fails_is_as_the_step_before_left_it(
+    batches, wrap, train_xy, square_loss, monkeypatch
+):
+    wrapped = wrap(nn.Sequential(nn.Identity(), Late(8), nn.Linear(8, 4), Fails()), 2)
+    optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters())
+    quiet, late = batches.points(6), batches.points(6, seed=1)
+    quiet["x"], late["x"] = -quiet["x"].abs(), late["x"].abs()
+    late["x"][-1] = float("nan")
+    monkeypatch.setattr("roundpipe.engine.engine._is_over", lambda *_: False)
+    train_xy(wrapped, quiet, square_loss, 3)
+    wrapped.step(optimizer)  # goes on beside the next call
+    with pytest.raises(StepError, match="not a number"):
+        train_xy(wrapped, late, square_loss, 3)
+    assert wrapped.state_dict()["1.count"] == 0
+
+
+def test_a_failure_does_not_take_loaded_buffers_back(batches, wrap, train_xy, square_loss):
+    wrapped = wrap(model_of("batch norm").append(Fails()), 2)
+    good, bad = batches.points(6, seed=1), batches.points(6, seed=2)
+    bad["x"][-1] = float("nan")
+    loaded = {name: torch.ones_like(value) for name, value in wrapped.state_dict().items()}
+    train_xy(wrapped, good, square_loss, 3)
+    wrapped.load_state_dict(loaded)
+    with pytest.raises(StepError, match="not a number"):
+        train_xy(wrapped, bad, square_loss, 3)
+    assert all(bool((value == 1).all()) for value in wrapped.state_dict().values())
 
 
 def test_they_are_written_back_when_the_wrapper_is_closed(

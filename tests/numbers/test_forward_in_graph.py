@@ -190,6 +190,17 @@ def test_a_step_between_forward_and_backward_is_refused(wrap, tiny_tower, batche
         in_eval.backward()
 
 
+def test_an_attribute_set_between_forward_and_backward_is_refused(wrap, tiny_tower, batches):
+    model = tiny_tower()
+    model.factor = 1.0
+    wrapped = wrap(model, 2)
+    outputs = wrapped(batches.points(4)["x"])
+    wrapped.factor = 2.0
+    with pytest.raises(ConfigError, match="an attribute of the model was set between"):
+        outputs.sum().backward()
+    wrapped(batches.points(4)["x"]).sum().backward()
+
+
 def test_staleness_one_uses_the_weights_of_the_step_before(wrap, tiny_tower, batches):
     ours, fused = wrap(tiny_tower(), 2), wrap(tiny_tower(), 2)
     mine = roundpipe.optim.AdamW(ours.optim_parameters(), lr=1e-2)

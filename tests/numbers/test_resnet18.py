@@ -9,7 +9,7 @@ from torch import nn
 import roundpipe
 
 SIZES = {  # width of the first stage, pixels, batch, steps
-    "small": (4, 8, 8, 3),
+    "small": (4, 8, 8, 2),
     "whole": (64, 32, 32, 20),
 }
 

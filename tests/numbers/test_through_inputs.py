@@ -132,3 +132,29 @@ def test_an_input_that_is_not_read_gets_none(wrap, batches, square_loss):
     wrapped.forward_backward((x, unused), label=batch["y"], loss_fn=square_loss)
     assert x.grad is not None
     assert unused.grad is None
+
+
+class Shifts(nn.Module):
+    """Reads an argument that is the same for every sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x, shift):
+        return self.linear(torch.tanh(x + shift))
+
+
+def test_what_all_microbatches_read_gets_the_sum_of_their_gradients(
+    wrap, batches, square_loss, split_in
+):
+    torch.manual_seed(0)
+    model, batch = Shifts(), batches.points(5)
+    mine, theirs = (torch.ones(8, requires_grad=True) for _ in range(2))
+    square_loss(model(batch["x"], theirs), batch["y"]).backward()
+    model.zero_grad()
+    wrapped = wrap(model, 2)
+    wrapped.forward_backward(
+        (batch["x"], mine), label=batch["y"], loss_fn=square_loss, run_config=split_in(3)
+    )
+    assert_close(mine.grad, theirs.grad)

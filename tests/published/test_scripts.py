@@ -73,6 +73,39 @@ def test_every_script_is_run_by_a_test():
     assert [p.stem for p in SCRIPTS.glob("*.py") if f'run("{p.stem}")' not in text] == []
 
 
+def test_the_shortest_loop_trains_as_the_plain_loop(run):
+    found = run("shortest_loop")
+    torch.manual_seed(0)
+    torch.randn(16, 6)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), found["Distance"]())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for points, loss in zip(found["points"].chunk(2), found["losses"], strict=True):
+        expected = model(points)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected.detach())
+    assert_close(found["weights"], model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_is_no_chain_trains_by_the_callers_own_backward(run):
+    found = run("classic_loop")
+    torch.manual_seed(0)
+    model = found["Branching"]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for inputs, labels in found["data"]:
+        loss = cross_entropy(model(inputs), labels)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found["is_auto"]
+    assert found["losses"] == pytest.approx(losses, rel=1e-5)
+    assert_close(found["checkpoint"], model.state_dict(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["outputs"], model(found["data"][0][0]).detach())
+
+
 def test_a_loop_with_steps_by_a_function_trains_as_the_plain_loop(run):
     found = run("sequential_loop")
     model, losses = tower(), []
@@ -152,8 +185,9 @@ def test_late_steps_by_a_function_are_the_delayed_recurrence(run):
             master.grad = grad.bfloat16().float()
         optimizer.step()
     assert found["losses"] == losses
-    for ours, master in zip(found["weights"].values(), masters, strict=True):
-        assert torch.equal(ours, master.detach().bfloat16())
+    for name in ("weights", "checkpoint"):
+        for ours, master in zip(found[name].values(), masters, strict=True):
+            assert torch.equal(ours, master.detach().bfloat16()), name
 
 
 def test_inputs_and_labels_are_cut_and_outputs_joined_as_told(run):

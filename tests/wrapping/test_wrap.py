@@ -85,6 +85,8 @@ def test_a_causal_lm_that_is_no_chain_is_wrapped_part_by_part(wrap, llama, monke
 def test_no_other_model_is_split_by_structure(wrap, mlp):
     with pytest.raises(ModelError, match="use_sequential_preset=None"):
         wrap(mlp(), use_sequential_preset=True)
+    with pytest.raises(NotImplementedError):  # what scripts that try it first expect
+        wrap(mlp(), use_sequential_preset=True)
 
 
 def test_skipped_modules_run_on_the_host(wrap, mlp):

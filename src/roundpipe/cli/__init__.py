@@ -85,15 +85,15 @@ def plan(context: typer.Context) -> None:
     _guarded(lambda: _plan(context.args))
 
 
-@app.command(help="Print the JSON schema of a config: every key, its type, default and meaning.")
+@app.command(help="Print the keys of a config as JSON schema: type, default, meaning.")
 def schema() -> None:
     """Print the JSON schema of a config."""
     _guarded(_print_schema)
 
 
 @app.command(
-    help="Turn the recorded timeline of a run into a trace for Perfetto (RUN_DIR/trace.json where "
-    "nothing else is said), or into a page."
+    help="Show when each action of a run ran, as a trace or a page. The trace is for Perfetto, in "
+    "RUN_DIR/trace.json where nothing else is said."
 )
 def trace(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run.")],

@@ -23,8 +23,9 @@ _CHUNK, _WHOLE, _REDUCER = "TensorChunkSpec", "_Replicate", "_CustomReducer"
 
 def marker_of(spec: Any) -> str | None:
     """The name of the marker that ``spec`` is; both ``_Replicate`` and ``_Replicate()`` are one."""
-    name = spec.__name__ if isinstance(spec, type) else type(spec).__name__
-    return name if name in (_CHUNK, _WHOLE, _REDUCER) else None
+    kind = spec if isinstance(spec, type) else type(spec)
+    names = {each.__name__ for each in kind.__mro__}  # torch's own sum_reducer is of a subclass
+    return next((name for name in (_CHUNK, _WHOLE, _REDUCER) if name in names), None)
 
 
 def cut_by_spec(

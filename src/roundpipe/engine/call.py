@@ -10,6 +10,7 @@ import torch
 from roundpipe.engine.microbatch import Cut, Microbatch, split
 from roundpipe.errors import ConfigError
 from roundpipe.models.loss import (
+    IGNORED,
     LossCount,
     check_reduction,
     count_trained_tokens,
@@ -108,7 +109,7 @@ def ask_training(
 
 
 def ask_forward(args: Sequence[Any], kwargs: Mapping[str, Any], rule: LossRule) -> Asked:
-    """Cut a call without gradient; the model's own loss, if it computes one, as in training."""
+    """Cut a call of ``forward``; the model's own loss, if it computes one, as in training."""
     if rule.computes_loss:
         return ask_training(args, kwargs, None, None, rule)
     return Asked(split(args, kwargs, None, rule.cut), None)
@@ -116,8 +117,7 @@ def ask_forward(args: Sequence[Any], kwargs: Mapping[str, Any], rule: LossRule) 
 
 def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: LossRule) -> Asked:
     reduction, divisor = rule.reduction, rule.divisor
-    labels = kwargs.get("labels")
-    if labels is None:
+    if kwargs.get("labels") is None:
         raise ConfigError(
             f"no loss to train on: no loss_fn, and no labels for the model's\n{_HINT}"
         )
@@ -135,7 +135,7 @@ def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: Loss
 
     if "num_items_in_batch" in kwargs:  # the caller counts, over calls of ours we know nothing of
         return Asked(parts, own, is_own=True)
-    tokens = count_trained_tokens(labels, shifted=rule.shifts_labels)
+    tokens = _trained_tokens(kwargs, rule)
     divided = divisor or tokens
     loss_factor("token_mean", LossCount(0, tokens), LossCount(0, divided))  # refuses a step of none
     # With a router's auxiliary loss the whole loss is a mean weighted by tokens: that loss would
@@ -143,14 +143,24 @@ def _own_loss(parts: Sequence[Microbatch], kwargs: Mapping[str, Any], rule: Loss
     if rule.takes_num_items and not kwargs.get("output_router_logits"):
         parts = with_kwargs(parts, num_items_in_batch=divided)
         return Asked(parts, own, tokens=tokens, divisor=divided, is_own=True)
-    own_labels = [(part.inputs.kwargs or {})["labels"] for part in parts]
-    counts = [count_trained_tokens(each, shifted=rule.shifts_labels) for each in own_labels]
+    counts = [_trained_tokens(part.inputs.kwargs or {}, rule) for part in parts]
     shares = [loss_factor("token_mean", LossCount(0, n), LossCount(0, divided)) for n in counts]
 
     def share(outputs: Any, _: Any, microbatch: int) -> Tensor:
         return scale_loss(_scalar(outputs.loss), shares[microbatch])
 
     return Asked(parts, share, tokens=tokens, divisor=divided, is_own=True)
+
+
+def _trained_tokens(kwargs: Mapping[str, Any], rule: LossRule) -> int:
+    """What a model's own loss is a mean over; transformers' takes labels that the caller shifted.
+
+    And another number that marks what is not trained.
+    """
+    ignored = kwargs.get("ignore_index", IGNORED)
+    if (shifted := kwargs.get("shift_labels")) is not None:
+        return count_trained_tokens(shifted, shifted=False, ignored=ignored)
+    return count_trained_tokens(kwargs["labels"], shifted=rule.shifts_labels, ignored=ignored)
 
 
 def with_kwargs(parts: Sequence[Microbatch], **more: Any) -> list[Microbatch]:

@@ -112,7 +112,8 @@ class Replaying:
             return chosen
         if func is aten.multinomial.default:
             run()  # what is drawn later goes on behind it
-        indices: Tensor = chosen.long()  # type: ignore[union-attr]
+        dtype = torch.int32 if kwargs.get("out_int32") else torch.int64
+        indices: Tensor = chosen.to(dtype)  # type: ignore[union-attr]
         if func not in _ALONG:
             return indices
         return _gathered(func, args, kwargs, indices), indices

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe.device.emulated import EmulatedDevice
 from roundpipe.engine.cuts import Cuts
+from roundpipe.engine.gates import Gates
 from roundpipe.engine.passing import PassingBlocks
 from roundpipe.engine.staging import Staging
 from roundpipe.engine.traffic import Traffic
@@ -118,6 +119,7 @@ class DeviceModel:
         self.cuts, self.traffic = Cuts(layers), Traffic()
         self.staging = staging or Staging(device, HostPages(), PassingBlocks(HostPages()))
         self.shells: dict[int, Shell] = {}
+        self._gates: dict[int, Gates] = {}  # on the shells of some layers
         self.kept: dict[tuple[int, int], Any] = {}  # (boundary, microbatch) -> stays here
         self.kept_gradients: dict[tuple[int, int], Any] = {}
         self.arrived: dict[tuple[int, int], Any] = {}  # (visit, microbatch) -> came up
@@ -143,6 +145,13 @@ class DeviceModel:
                     hook = self._collector(layer, name)
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return shell
+
+    def gates_of(self, layer: int) -> Gates:
+        """The hooks on a layer's shell. They go when that goes, whose leaves are device memory."""
+        gates = self._gates.get(layer)
+        if gates is None:
+            gates = self._gates[layer] = Gates(self.shell(layer).module)
+        return gates
 
     def hold(self, stream: str, tree: Any) -> None:
         """Keep tensors that another stream made until ``stream`` has used them.
@@ -174,7 +183,7 @@ class DeviceModel:
             (self.sums, pair_bytes(program, sums), stands_for[1]),
         ]
         if not all(arena.has_room(size, counts_as=counted) for arena, size, counted in needs):
-            self._let_go()
+            self.let_go()
         for arena, size, counted in needs:
             arena.fit(size, counts_as=counted)
         for visit in program.schedule.visits_on(self.index):
@@ -199,8 +208,11 @@ class DeviceModel:
         if isinstance(self.device, EmulatedDevice):
             self.device.forget_loads()
 
-    def _let_go(self) -> None:
-        """Drop every view of the arenas: while one is left, their memory is not given back."""
+    def let_go(self) -> None:
+        """Drop every view of the arenas: while one is left, their memory is not given back.
+
+        Nothing may be in flight.
+        """
         self._views.clear()
         self._sum_views.clear()
         self._collecting.clear()
@@ -217,6 +229,7 @@ class DeviceModel:
     def forget_shells(self) -> None:
         """Make shells anew at their next use: what is trained has changed."""
         self.shells.clear()
+        self._gates.clear()
         self._views.clear()
         self._sum_views.clear()
         self.cuts.forget()

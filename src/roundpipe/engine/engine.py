@@ -249,7 +249,8 @@ class Engine:
     def _recover(self) -> str:
         """Bring the state to the last committed step's; what there is to tell of it."""
         self._land()
-        if any(update is not None and update.is_committed for _, update in self._active):
+        last = self._active[-1][1] if self._active else None  # what buffers hold is of the last run
+        if last is not None and last.is_committed:
             self.state.write()  # the calls of a step that committed had ended well
         else:
             self.state.take_back()
@@ -280,6 +281,7 @@ class Engine:
             self._recover()
             for model in self.models:
                 model.staging.close()
+                model.let_go()
             self._partials.clear()
         for model in self.models:
             model.close()

@@ -56,7 +56,6 @@ class Gates:
     """Hooks on some modules of one shell's tree, that do nothing but in `opening`."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.root = root
         self._modules = list(root.modules())
         self._hooked: set[int] = set()
         self._open: frozenset[int] = frozenset()

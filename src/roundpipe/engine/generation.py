@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from roundpipe.engine.engine import Engine
     from roundpipe.models.spec import ModelSpec
 
+HOST = torch.device("cpu")
 _SLACK = 1.25  # of what generation is reckoned to take beside weights
 _CACHES = ("cache", "past_key_values", "cache_params")  # as transformers calls them, new and old
 _TOKENS = 20  # that transformers makes where nobody says how many
@@ -56,26 +57,34 @@ def generate(
     room = None if device_bytes is None else device_bytes - work - device.allocated_bytes
     if room is not None and room < sum(layer.slot_layout.num_bytes for layer in engine.layers):
         room += device.allocated_bytes
+        model.let_go()
         model.close()  # training makes what it needs anew
         room -= device.allocated_bytes
 
+    # A device's streams know nothing of the caller's: what goes in or out passes the host, and each
+    # copy to it waits for what made the tensor.
+    given = moved((args, dict(kwargs)), HOST)
+
     def run(residence: Residence) -> Any:
-        given = moved((args, dict(kwargs)), device.torch_device)
+        there = moved(given, device.torch_device)
         if residence.streamed and device.torch_device.type != "cpu":
-            given[1].setdefault("disable_compile", True)  # a graph would keep what is in a slot
+            there[1].setdefault("disable_compile", True)  # a graph would keep what is in a slot
         try:
-            return moved(tree.module.generate(*given[0], **given[1]), output_device)
+            return moved(tree.module.generate(*there[0], **there[1]), HOST)
         finally:
-            moved((args, dict(kwargs)), output_device, caches_alone=True)
+            moved(given, HOST, caches_alone=True)
 
     try:
         with torch.no_grad(), Residence(model, tree, room=room, newest=newest) as residence:
-            return run_on(device, functools.partial(run, residence))
+            made = run_on(device, functools.partial(run, residence))
+        return moved(made, output_device)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"generation does not fit {device.name}: {str(error).splitlines()[0]}\n"
             "hint: fewer sequences at a time, or a smaller max_new_tokens"
         ) from error
+    finally:
+        moved(given, output_device, caches_alone=True)
 
 
 def refuse_cache(spec: ModelSpec, kwargs: Mapping[str, Any] | None) -> None:

@@ -2,7 +2,8 @@
 
 What a layer is given may be read again: a boundary is saved for recompute, and where a gradient is
 wanted it is a leaf, which autograd lets nobody write to. So a layer that writes gets a copy. Which
-ones do shows at their first run, by the version counters that torch keeps of every tensor.
+ones do shows at their first run, by the version counters that torch keeps of every tensor. One that
+begins to write only later has spoilt what others read: that is an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from roundpipe.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,30 +27,38 @@ Given = tuple["Boundary", "Inputs", Any]
 """A layer's boundary, the call's inputs, the context."""
 
 
-class InPlace:
-    """Knows of each layer whether it writes to what it is given; of one device, one thread."""
+def run_unspoilt(
+    run: Callable[..., Boundary], given: Given, *, writes: bool | None
+) -> tuple[Boundary, bool]:
+    """Run a layer on ``given``, which is as before afterwards; whether the layer writes to it.
 
-    def __init__(self) -> None:
-        self._writes: dict[int, bool] = {}
+    ``writes``: what is known of that. Raises ModelError if it is known not to, and does.
+    """
+    boundary, inputs, context = given
+    if writes is False:
+        before = _versions(boundary)
+        result = run(*given)
+        if _versions(boundary) != before:
+            raise ModelError(
+                "a layer writes to its input, and did not when it first ran\n"
+                "hint: x = x.clone() before it writes"
+            )
+        return result, False
+    copies: list[Tensor] = []
 
-    def run(self, layer: int, shell: Callable[..., Boundary], given: Given) -> Boundary:
-        """Run ``shell`` on ``given``, which is as before afterwards."""
-        known = self._writes.get(layer)
-        if known is False:
-            return shell(*given)
-        boundary, inputs, context = given
-        copies: list[Tensor] = []
+    def copied(tensor: Tensor) -> Tensor:
+        copies.append(tensor.clone())
+        return copies[-1]
 
-        def copied(tensor: Tensor) -> Tensor:
-            copies.append(tensor.clone())
-            return copies[-1]
+    boundary, args, kwargs = pytree.tree_map_only(
+        torch.Tensor, copied, (boundary, inputs.args, inputs.kwargs)
+    )
+    before = _versions(copies)
+    result = run(boundary, replace(inputs, args=args, kwargs=kwargs), context)
+    return result, bool(writes) or _versions(copies) != before
 
-        boundary, args, kwargs = pytree.tree_map_only(
-            torch.Tensor, copied, (boundary, inputs.args, inputs.kwargs)
-        )
-        versions = [copy._version for copy in copies]
-        result = shell(boundary, replace(inputs, args=args, kwargs=kwargs), context)
-        if known is None:
-            now = [copy._version for copy in copies]
-            self._writes[layer] = now != versions
-        return result
+
+def _versions(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):  # as nearly every boundary is
+        return tree._version
+    return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -23,8 +23,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.engine.choices import Noting, Replaying
-from roundpipe.engine.gates import Gates, Innermost
-from roundpipe.engine.in_place import InPlace
+from roundpipe.engine.gates import Innermost
+from roundpipe.engine.in_place import run_unspoilt
 from roundpipe.engine.modes import Modes
 from roundpipe.engine.random import DrawsFrom, Undrawn, layer_seed
 from roundpipe.engine.recompute import Repeating, Saving, running
@@ -59,6 +59,7 @@ class Needs:
 
     draws: bool = False
     chooses_in: frozenset[int] = frozenset()
+    writes: bool = False  # to its input
 
 
 class Known:
@@ -75,11 +76,20 @@ class Known:
         """What a layer needs; None before its first run."""
         return self._needs.get(layer)
 
-    def learn(self, layer: int, *, draws: bool, chooses_in: Iterable[int] = ()) -> None:
+    def learn(
+        self, layer: int, *, draws: bool, chooses_in: Iterable[int] = (), writes: bool = False
+    ) -> None:
         """A run of a layer was seen to need this."""
         known = self._needs.get(layer, Needs())
         places = known.chooses_in.union(chooses_in)
-        self._needs[layer] = Needs(known.draws or draws, places)
+        self._needs[layer] = Needs(known.draws or draws, places, known.writes or writes)
+
+
+class _Again(enum.Enum):
+    """Why a layer has to be run once more."""
+
+    BUFFERS = "a buffer began to change"
+    DRAWS = "it, or someone else meanwhile, drew from the default generator"
 
 
 @dataclass(frozen=True)
@@ -99,45 +109,54 @@ class LayerRuns:
 
     def __init__(self, model: DeviceModel, known: Known, state: BufferState) -> None:
         self._model, self._known, self._state = model, known, state
-        self._in_place = InPlace()
-        self._gates: dict[int, Gates] = {}
         self._device = model.device.torch_device
 
     def __call__(self, task: Task, given: Given) -> tuple[Boundary, Kept]:
         """What the layer returns, and what its recompute needs to know of this run."""
         shell = self._model.shell(task.layer)
-        while (made := self._attempt(task, shell, given)) is None:
-            pass  # once more for each thing that it was not known to need
+        draws = False
+        made = self._attempt(task, shell, given, draws=draws)
+        while isinstance(made, _Again):
+            draws = draws or made is _Again.DRAWS
+            made = self._attempt(task, shell, given, draws=draws)
         return made
 
-    def _attempt(self, task: Task, shell: Shell, given: Given) -> tuple[Boundary, Kept] | None:
-        """Run the layer; None if it turned out to need what it did not have, which is known now."""
+    def _attempt(
+        self, task: Task, shell: Shell, given: Given, *, draws: bool
+    ) -> tuple[Boundary, Kept] | _Again:
+        """Run the layer, or say what it turned out to need and did not have.
+
+        ``draws``: in this run draws are to be its own, whatever is known.
+        """
         needs = self._known.of(task.layer)
-        modes = self._modes(task, shell, needs)
+        modes = self._modes(task, shell, needs, draws=draws)
         undrawn = None if modes.is_whole else Undrawn(self._device)
         names = shell.changing | self._state.names(task.layer)
         begun = self._begin_buffers(task, shell, names if needs else shell.buffers)
         scope = _scope(task)
+        writes = None if needs is None else needs.writes
         with running(scope), modes.on():
-            boundary = self._in_place.run(task.layer, shell.run, given)
+            boundary, writes = run_unspoilt(shell.run, given, writes=writes)
         changed = self._changed(shell, begun, by_value=needs is None)
         if stray := changed - begun.keys():
             self._start_from_host(task, shell, stray)
-            return None
+            return _Again.BUFFERS
         if undrawn is not None and undrawn.has_drawn():
             shell.hang(begun)
-            self._known.learn(task.layer, draws=True)
-            return None
-        draws, places = modes.end()
-        if modes.is_whole:
-            self._known.learn(task.layer, draws=draws, chooses_in=places if needs is None else ())
+            return _Again.DRAWS
+        has_drawn, places = modes.end()
+        if needs is not None:
+            if has_drawn and modes.is_whole:
+                self._known.learn(task.layer, draws=True)
+        elif task.role is not Role.RECOMPUTE:  # which does not look for choices
+            self._known.learn(task.layer, draws=has_drawn, chooses_in=places, writes=writes)
         kept = self._kept(task, modes, places, scope)
         buffers = self._end_buffers(task, shell, begun, changed | names)
         if buffers:
             kept["buffers"] = buffers
         return boundary, kept
 
-    def _modes(self, task: Task, shell: Shell, needs: Needs | None) -> Modes:
+    def _modes(self, task: Task, shell: Shell, needs: Needs | None, *, draws: bool) -> Modes:
         """What the layer runs under; nothing for one that is known to need nothing."""
         choices: Noting | Replaying | None = None
         places: frozenset[int] = frozenset()
@@ -151,19 +170,14 @@ class LayerRuns:
             choices = Noting(watch.note)
         elif task.role is Role.FORWARD and needs is not None and needs.chooses_in:
             choices, places = Noting(), needs.chooses_in
-        if choices is None and needs is not None and not needs.draws:
+        draws = draws or needs is None or needs.draws
+        if choices is None and not draws:
             return Modes()
         call = task.run.call
         seed = layer_seed(call.seed, call.step, task.layer, task.microbatch)
         mode = DrawsFrom(seed, self._device)
-        is_whole = needs is None or needs.draws
-        return Modes(mode, choices, places, self._gates_of(task.layer, shell), watch, is_whole)
-
-    def _gates_of(self, layer: int, shell: Shell) -> Gates:
-        gates = self._gates.get(layer)
-        if gates is None or gates.root is not shell.module:
-            gates = self._gates[layer] = Gates(shell.module)
-        return gates
+        gates = self._model.gates_of(task.layer) if places else None
+        return Modes(mode, choices, places, gates, watch, draws)
 
     def _kept(
         self, task: Task, modes: Modes, places: Iterable[int], scope: Saving | Repeating | None

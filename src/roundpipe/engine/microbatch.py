@@ -14,7 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.engine.by_spec import cut_by_spec, join_by_spec
-from roundpipe.errors import ConfigError
+from roundpipe.engine.rows import is_second
+from roundpipe.errors import ConfigError, DeviceError
 from roundpipe.models.spec import Inputs
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ def split(
     batch_size = batch_size_of(args, kwargs)
     lengths = sizes(batch_size, how.num_microbatch or DEFAULT_NUM_MICROBATCH)
     pieces = _pieces((tuple(args), dict(kwargs)), lengths)
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and is_second(name, value, batch_size):
+            for (_, named), piece in zip(pieces, value.split(lengths, dim=1), strict=True):
+                named[name] = piece
     labels = _labels(label, how, lengths)
     return [
         Microbatch(Inputs(*piece), label_, length)
@@ -220,6 +225,21 @@ def merge(outputs: Sequence[Any]) -> Any:
     spec = flat[0][1]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.tree_unflatten([_join(column) for column in columns], spec)
+
+
+def config_of_call(given: RoundPipeRunConfig, default: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    """What a call is told, over what its model is; raises DeviceError for an absent device."""
+    config = given.over(default)
+    if config.output_device is not None:
+        try:
+            torch.empty(0, device=config.output_device)
+        except (AssertionError, RuntimeError, TypeError) as error:  # as torch was built
+            reason = str(error).partition("\n")[0]
+            raise DeviceError(
+                f"output_device cannot be used: {config.output_device} ({reason})\n"
+                'hint: output_device="cpu"'
+            ) from error
+    return config
 
 
 def joined(outputs: Sequence[Any], config: RoundPipeRunConfig) -> Any:

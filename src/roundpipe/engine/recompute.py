@@ -97,13 +97,14 @@ def running(scope: Saving | Repeating | None) -> Iterator[None]:
 def save_for_recompute(*data: Any) -> None:
     """Keep ``data`` for the recompute of the layer whose forward is running.
 
-    Any tree of tensors and plain values; tensors must not want a gradient. They go to host memory
-    until then. `get_recompute_data` gives them back as a tuple. Does nothing where no recompute
-    will follow: in the stage that runs forward, loss and backward at once, in a pass without
-    gradient, in the recompute itself, in plain PyTorch.
+    Any tree of tensors and plain values. They go to host memory until then, in the order of the
+    device's work: nothing blocks. `get_recompute_data` gives them back as a tuple. Does nothing
+    where no recompute will follow: in the stage that runs forward, loss and backward at once, in a
+    pass without gradient, in the recompute itself, in plain PyTorch.
 
     A layer whose forward calls this repeats its choices itself: the indices of its own top-k and
-    the like are not replayed.
+    the like are not replayed. Raises ModelError for a tensor that wants a gradient; one that is
+    written to afterwards fails the layer.
     """
     scope = _SCOPE.get()
     if isinstance(scope, Saving):

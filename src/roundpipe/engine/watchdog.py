@@ -1,7 +1,9 @@
 """Notices that nothing goes on: the one timeout there is.
 
 Whoever waits in the caller's thread waits here. As long as works finish on the pool, of whatever
-model, waiting goes on; a wait of its own that timed out would only guess.
+model, waiting goes on; a wait of its own that timed out would only guess. Where devices compute on
+the processor, what their activations lay in is given back to the system meanwhile: each thread's
+share of the C library's memory keeps its own holes otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from roundpipe.errors import StallError
+from roundpipe.store.freed import FreedMemory
 
 if TYPE_CHECKING:
     import threading
@@ -26,6 +29,7 @@ class Watchdog:
 
     def __init__(self, pool: DevicePool, stall_seconds: float) -> None:
         self.pool, self.stall_seconds = pool, stall_seconds
+        self._freed = FreedMemory() if pool.computes_on_cpu else None
 
     def watch(self, ready: threading.Event) -> None:
         """Wait for ``ready``; raises StallError when nothing finishes, stacks on stderr."""
@@ -38,6 +42,9 @@ class Watchdog:
         """Wait for ``ready``; False once nothing has finished for so long."""
         finished, since = self.pool.num_finished, time.monotonic()
         while not ready.wait(min(_POLL_SECONDS, seconds / 2)):
+            if self._freed is not None:
+                self._freed.add(1)
+                self._freed.give_back()
             if self.pool.num_finished != finished:
                 finished, since = self.pool.num_finished, time.monotonic()
             elif time.monotonic() - since > seconds:

@@ -140,7 +140,7 @@ def _run_steps(
         log.add(record, result)
         recorder.sample()
         if length.is_evaluation_due(config, step):
-            trainer.synchronize()  # so that the rest of this step counts as training
+            trainer.eval()  # waits, so that the rest of this step counts as training
             paused = time.perf_counter()
             log.add_evaluation(step, length.epoch(step), _evaluate(job, trainer))
             busy.skip()

@@ -338,6 +338,10 @@ class CausalLMContext:
         """Run in eval mode until the next `sync_mode`."""
         self._shell.module.eval()
 
+    def train(self) -> None:
+        """Run in training mode until then, dropout too."""
+        self._shell.module.train()
+
     def __call__(self, inputs: Inputs, layers: range) -> Calls:
         """Return what the blocks among ``layers`` are called with, by layer."""
         wanted = [index for index, layer in enumerate(self._of_blocks) if layer in layers]

@@ -18,18 +18,22 @@ from roundpipe.models import paths
 from roundpipe.models.causal_layers import Block, CausalLMContext, Prefix, Suffix
 from roundpipe.models.changes import TreeWatch
 from roundpipe.models.chunk_trial import loss_can_be_cut
+from roundpipe.models.collecting import asked
 from roundpipe.models.experts import tell_slow_experts
 from roundpipe.models.four_bit import values_of
 from roundpipe.models.gap import Gap
 from roundpipe.models.loss import IGNORED, count_trained_tokens
+from roundpipe.models.lost_gradients import LostGradients
 from roundpipe.models.packet import Packet
 from roundpipe.models.recording import record, refuse
 from roundpipe.models.refusals import refuse_unsupported
 from roundpipe.models.shell import find_homes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from roundpipe.models.blocks import BlockCall
+    from roundpipe.models.causal_layers import Calls
     from roundpipe.models.paths import Path
     from roundpipe.models.recording import Recording, Split
     from roundpipe.models.shell import TreeShell
@@ -47,10 +51,20 @@ class CausalLMSpec:
     module: nn.Module
     layers: Sequence[CausalLayer]
     split: Split = field(repr=False)
-    takes_num_items: bool  # whether ``num_items_in_batch`` reaches the loss
+    divides: bool  # whether the loss divides by ``num_items_in_batch``, as it was recorded
     shifts_labels: bool  # whether the first label of a sequence is not trained
     computes_loss: bool = True
     _watch: TreeWatch = field(kw_only=True, repr=False)
+    _lost: LostGradients = field(kw_only=True, repr=False)
+
+    @property
+    def takes_num_items(self) -> bool:
+        """Not where the config asks for a router's auxiliary loss, which no tokens divide."""
+        return self.divides and "output_router_logits" not in asked(self.module, {})
+
+    def refuse_lost_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise ModelError for an argument that wants a gradient and would get none."""
+        self._lost.refuse(args, kwargs)
 
     def needs_inputs(self, layer: int) -> bool:
         """Every layer does: blocks by their context."""
@@ -87,7 +101,7 @@ def causal_lm_spec(
         try:
             split = recording.split = _carry_what_weights_made(recording)
             layers = chain_of(split)
-            hidden, shifts, takes_num_items = _check_chain(recording, layers, packed)
+            hidden, shifts, divides = _check_chain(recording, layers, packed)
             suffix, inputs = layers[-1], recording.inputs
             if isinstance(suffix, Suffix) and not loss_can_be_cut(suffix, hidden, inputs, packed):
                 layers[-1] = replace(suffix, in_chunks=False)
@@ -96,7 +110,8 @@ def causal_lm_spec(
         except Exception as error:
             reason = f"the chain failed on a small input: {type(error).__name__}: {error}"
             raise refuse(model, reason) from error
-    return CausalLMSpec(model, layers, split, takes_num_items, shifts, _watch=TreeWatch(model))
+    watch, lost = TreeWatch(model), LostGradients(split)
+    return CausalLMSpec(model, layers, split, divides, shifts, _watch=watch, _lost=lost)
 
 
 def chain_of(split: Split) -> list[CausalLayer]:
@@ -110,18 +125,23 @@ def chain_of(split: Split) -> list[CausalLayer]:
 
 
 def _carry_what_weights_made(recording: Recording) -> Split:
-    """Have the prefix make the arguments that a context without weights cannot rebuild."""
+    """Have the prefix make the arguments that a context cannot rebuild.
+
+    It has no weights; and where the model drops out some of an argument in training, all layers
+    must get the same.
+    """
     split = recording.split
     context = CausalLMContext(split, _CPU)
     context.eval()
-    rebuilt = context(recording.inputs, range(split.flow.num_layers))
+    every = range(split.flow.num_layers)
+    rebuilt = context(recording.inputs, every)
+    drawn = _rebuilt_in_training(context, recording.inputs, every)
     more: list[dict[Path, str]] = []
     keys: dict[int, str] = {}
     for index, call in enumerate(recording.calls):
-        again = rebuilt[split.flow.layer_of(index)]
-        pair = ((call.args, dict(call.kwargs)), (again.args, dict(again.kwargs)))
+        layer = split.flow.layer_of(index)
         more.append({})
-        for path, value in paths.differences(*pair):
+        for path, value in _differences(call, rebuilt[layer]):
             if path in split.flow.blocks[index].takes:
                 continue
             if not isinstance(value, Tensor):
@@ -129,7 +149,29 @@ def _carry_what_weights_made(recording: Recording) -> Split:
                 raise refuse(split.root, f"an argument depends on weights: {name}")
             key = f"{index}: {paths.named(path[1:])}"
             more[-1][path] = keys.setdefault(id(value), key)
+        for path, value in _differences(rebuilt[layer], drawn.get(layer, rebuilt[layer])):
+            is_known = path in more[-1] or path in split.flow.blocks[index].takes
+            if isinstance(value, Tensor) and not is_known:
+                key = f"{index}: {paths.named(path[1:])}"
+                more[-1][path] = keys.setdefault(id(paths.get(_pair(call), path)), key)
     return replace(split, flow=split.flow.taking(more)) if keys else split
+
+
+def _rebuilt_in_training(context: CausalLMContext, inputs: Inputs, layers: range) -> Calls:
+    """What the blocks are called with in training, dropout and all; nothing where that fails."""
+    context.train()
+    try:
+        return context(inputs, layers)
+    except ModelError:  # layers left out at random: a training call says so
+        return {}
+
+
+def _pair(call: BlockCall) -> tuple[Any, dict[str, Any]]:
+    return call.args, dict(call.kwargs)
+
+
+def _differences(left: BlockCall, right: BlockCall) -> Iterator[tuple[Path, Any]]:
+    return paths.differences(_pair(left), _pair(right))
 
 
 def _check_chain(

@@ -10,6 +10,7 @@ runs the model's forward, stand-ins add it to that forward's collector in the sa
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def require_collected(flags: Sequence[str]) -> None:
 
 
 def wanted() -> dict[str, Any] | None:
-    """What the forward that runs now wants to be collected, for `Collected`; None: nothing."""
+    """What the forward that runs now wants to be collected, for `collecting`; None: nothing."""
     collector = active()
     if not any(key != _SELECTED for key in collector):
         return None
@@ -155,6 +156,8 @@ def _owner(root: nn.Module, name: str) -> nn.Module | None:
 
 
 def _has_collectors() -> bool:
+    if "transformers" not in sys.modules:  # importing it takes seconds, and nobody has yet
+        return False
     try:
         _variable()
     except ImportError:

@@ -29,16 +29,16 @@ def check_reduction(reduction: str) -> LossReduction:
     raise ConfigError(f"unknown loss reduction: {reduction}\nhint: sum, mean or token_mean")
 
 
-def count_trained_tokens(labels: Tensor, *, shifted: bool = True) -> int:
+def count_trained_tokens(labels: Tensor, *, shifted: bool = True, ignored: int = IGNORED) -> int:
     """Count the labels that a causal LM is trained on: ``labels`` [..., length] is int64.
 
     ``sum(labels[..., 1:] != -100)``: token t is predicted from those before it, so the first label
     of a sequence is never used. It is what the causal LM loss of transformers divides by when it
-    is not given ``num_items_in_batch``. Where labels are not ``shifted`` all of them count. Waits
-    for the device if the labels are on one.
+    is not given ``num_items_in_batch``. Where labels are not ``shifted`` all of them count.
+    ``ignored``: the label of what is not trained. Waits for the device if the labels are on one.
     """
     used = labels[..., 1:] if shifted else labels
-    return int((used != IGNORED).sum())
+    return int((used != ignored).sum())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from roundpipe.errors import ModelError
+from roundpipe.models.collecting import wanted
 from roundpipe.models.shell import walk
 
 if TYPE_CHECKING:
@@ -35,7 +36,16 @@ class Seat(nn.Module):
         self.__dict__.update({name: part.__dict__[name] for name in _KEPT})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the part makes of one microbatch's arguments."""
+        """What the part makes of one microbatch's arguments.
+
+        Raises ModelError where hooks inside the part are to collect outputs for the code outside.
+        """
+        if (collects := wanted()) is not None:
+            flag = next(key for key in collects if not key.startswith("_"))
+            raise ModelError(
+                f"outputs that are collected inside parts are not supported: {flag}\n"
+                f"hint: set it to False: output_{flag}=False"
+            )
         return self._line.ask(self._index, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What no layer may contain yet, one function a rule; each says why and the way out."""
+"""What no layer may contain, one function a rule; each says why and the way out."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         packed_params4bit(name, tensor)
     elif isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
         raise ModelError(
-            f"a parameter of a class of its own is not supported yet: {name}: "
+            f"a parameter of a class of its own is not supported: {name}: "
             f"{type(tensor).__name__}\nhint: load the model without quantization"
         )

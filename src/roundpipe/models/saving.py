@@ -42,12 +42,14 @@ class _Group:
     made: Meta
 
 
-def save(folder: Path, model: Any, weights: Mapping[str, Tensor]) -> None:
+def save(
+    folder: Path, model: Any, weights: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write a model by `save_model`, or the adapter that peft has put on one by `save_adapter`."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         save_adapter(folder, model, weights)
     else:
-        save_model(folder, model, weights)
+        save_model(folder, model, weights, shard_bytes=shard_bytes)
 
 
 def save_model(
@@ -79,15 +81,12 @@ def save_adapter(
 ) -> None:
     """Write an adapter of peft alone, with the names that stock peft loads, and its config.
 
-    ``weights``: the trained ones at least, by the names of ``model``. Never asks the hub whether
-    the vocabulary grew. ``adapter``: the active one by default.
+    ``weights``: the trained ones at least, by the names of ``model``. Embeddings whose number of
+    rows is not that of the base model's own config come along if they are among them; that is
+    looked up on this machine, never asked of the hub. ``adapter``: the active one by default.
     """
-    from peft import get_peft_model_state_dict  # noqa: PLC0415 (takes seconds)
-
     name = model.active_adapter if adapter is None else adapter
-    tensors = get_peft_model_state_dict(
-        model, state_dict=dict(weights), adapter_name=name, save_embedding_layers=False
-    )
+    tensors = _of_adapter(model, name, weights)
     shards = plan_shards([{key: _bare(tensor) for key, tensor in tensors.items()}], None)
     config = model.peft_config[name]
     generation = getattr(model.get_base_model(), "generation_config", None)
@@ -101,6 +100,41 @@ def save_adapter(
             config.inference_mode = was_inference
         if generation is not None:
             generation.save_pretrained(place)
+
+
+def _of_adapter(model: Any, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What peft puts into an adapter's file; of ``weights`` nothing else is asked for."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 (takes seconds)
+
+    def chosen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = get_peft_model_state_dict(
+            model, state_dict=state, adapter_name=name, save_embedding_layers=was_resized
+        )
+        return found
+
+    was_resized = _was_resized(model, name)
+    held = model.state_dict(keep_vars=True)
+    bare = {key: _bare(held[key]) for key in weights if isinstance(held.get(key), Tensor)}
+    names = {id(tensor): key for key, tensor in bare.items()}
+    places = chosen(bare)
+    if all(id(tensor) in names for tensor in places.values()):
+        return {key: weights[names[id(tensor)]].detach() for key, tensor in places.items()}
+    return chosen(dict(weights))  # it computes with them
+
+
+def _was_resized(model: Any, name: str) -> bool:
+    """Whether the vocabulary is another than in the files that the base model came from."""
+    from transformers import AutoConfig  # noqa: PLC0415 (imports late)
+
+    base = model.get_base_model()
+    source = getattr(model.peft_config[name], "base_model_name_or_path", None)
+    if not source or not hasattr(base, "config"):
+        return False
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):  # nothing is known of it here
+        return False
+    return bool(config.get_text_config().vocab_size != base.config.get_text_config().vocab_size)
 
 
 @contextlib.contextmanager

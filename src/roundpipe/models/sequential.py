@@ -98,6 +98,9 @@ class SequentialSpec:
     shifts_labels: bool = True
     _watch: TreeWatch = field(kw_only=True, repr=False)
 
+    def refuse_lost_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Any argument may want one: the first layer alone reads them."""
+
     def needs_inputs(self, layer: int) -> bool:
         """Only the first layer reads the microbatch's inputs."""
         return layer == 0

@@ -170,6 +170,10 @@ class ModelSpec(Protocol):
         """Whether the first label of a sequence is not trained: no token is before it."""
         ...
 
+    def refuse_lost_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise ModelError for an argument that wants a gradient and would get none."""
+        ...
+
     def needs_inputs(self, layer: int) -> bool:
         """Whether running this layer reads the microbatch's inputs (directly or by context)."""
         ...

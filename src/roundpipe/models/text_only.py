@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roundpipe.errors import ConfigError
 from roundpipe.models.tiny_inputs import configs_within
+from roundpipe.models.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -45,15 +46,21 @@ class TextOnly:
         self._text = frozenset(takes)
         self._main = frozenset() if base is None else frozenset(_main_inputs(base)) - self._text
         self._tokens = {} if base is None else _tokens(base.config)
+        self._vocabulary = Vocabulary(base)
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The arguments by name; none of a model that is no causal LM."""
+        if not self._parameters:
+            return {}
+        return {**dict(zip(self._parameters, args, strict=False)), **(kwargs or {})}
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError, naming the argument, for a batch with anything but text.
+        """Raise ConfigError, naming the argument, for a batch with anything but text, or with
+        tokens that the model does not have.
 
         Looks at ``input_ids`` where they are on the host.
         """
-        if not self._parameters:
-            return
-        given = {**dict(zip(self._parameters, args, strict=False)), **(kwargs or {})}
+        given = self.named(args, kwargs)
         for name, value in given.items():
             is_other = name in self._main or (_SEEN.search(name) and name not in self._text)
             if is_other and value is not None:
@@ -67,6 +74,7 @@ class TextOnly:
                     f"only text is trained on: input_ids hold {self._tokens[token]}: {token}\n"
                     f"hint: {_HINT}"
                 )
+        self._vocabulary.check(given)
 
 
 def other_parts(model: Any) -> list[str]:

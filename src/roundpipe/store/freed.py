@@ -2,7 +2,7 @@
 
 The C library keeps freed pieces of up to 32 MB for itself: what a model's tensors lay in stays with
 the process when they move into segments, whose pages come from the system. As far as anybody else
-on the machine can see the model is then there twice.
+on the machine can see the model is then there twice. So it is with what CPU devices compute in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FreedMemory:
             self.give_back()
 
     def give_back(self) -> None:
-        """Let go of what is free now."""
+        """Let go of what is free now, if any was noted."""
         if self._trim is not None and self._pending:
             self._trim(0)
         self._pending = 0

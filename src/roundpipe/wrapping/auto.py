@@ -15,7 +15,7 @@ import torch
 
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.lockstep import run_together
-from roundpipe.engine.microbatch import Cut, joined, split
+from roundpipe.engine.microbatch import Cut, config_of_call, joined, split
 from roundpipe.engine.random import layer_seed
 from roundpipe.engine.step_function import StepFunction
 from roundpipe.engine.updates import StepResult, Update
@@ -29,6 +29,7 @@ from roundpipe.optim.host import HostOptimizer
 from roundpipe.optim.whole import WholeUpdate
 from roundpipe.store.pages import HostPages
 from roundpipe.stored import Stored
+from roundpipe.wrapped import with_masters
 from roundpipe.wrapping.outside import Outside
 from roundpipe.wrapping.part_pipe import PartPipe, Turns
 
@@ -53,8 +54,9 @@ class AutoRoundPipe(Stored):
     """What `wrap_model_to_roundpipe` makes of a model that is no chain.
 
     ``model(…)`` returns what the model returns, in the caller's graph: make a loss of it, call its
-    ``backward()``, then ``step``. There is no ``forward_backward``. A batch is cut as by
-    ``RoundPipe``. ``parts``: the wrapped submodules by name.
+    ``backward()``, then ``step``. There is no ``forward_backward`` and no ``generate``. A batch is
+    cut as by ``RoundPipe``. ``parts``: the wrapped submodules by name. ``close`` or ``with`` ends
+    it. Raises ModelError, naming the part, for what cannot be run exactly.
     """
 
     def __init__(  # noqa: PLR0913 - what all parts are made with
@@ -133,7 +135,7 @@ class AutoRoundPipe(Stored):
         then.
         """
         self._ready()
-        config = roundpipe_run_config.over(self._config)
+        config = config_of_call(roundpipe_run_config, self._config)
         if self._takes_cache and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False
         microbatches = split(args, kwargs, None, Cut(config.num_microbatch, config.split_input))
@@ -193,7 +195,7 @@ class AutoRoundPipe(Stored):
             held = {parameter for group in groups for parameter in group["params"]}
             optimizer = WholeUpdate(step_fn_or_optimizer, layers, held)
         else:
-            function = functools.partial(step_fn_or_optimizer, *args, **kwargs)
+            function = functools.partial(with_masters, step_fn_or_optimizer, *args, **kwargs)
             optimizer = StepFunction(layers, function)
         update = Update(
             layers, optimizer, max_norm=max_grad_norm, publish=True, scaler=self._scaler

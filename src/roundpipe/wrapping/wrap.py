@@ -34,6 +34,10 @@ _SHARES = (
 )
 
 
+class _NoChainError(ModelError, NotImplementedError):
+    """This model is no chain; scripts that try that first fall back on a `NotImplementedError`."""
+
+
 def wrap_model_to_roundpipe(  # noqa: PLR0913, PLR0917 - the published signature
     model: nn.Module,
     use_sequential_preset: bool | None = None,
@@ -57,14 +61,15 @@ def wrap_model_to_roundpipe(  # noqa: PLR0913, PLR0917 - the published signature
     ``model_run_config``'s alone. The rest as for ``RoundPipe``.
 
     Returns a ``RoundPipe``, or an ``AutoRoundPipe`` where the model itself is no part, or ``model``
-    if that is to be skipped. Raises ModelError for what cannot be run exactly.
+    if that is to be skipped. Raises ModelError for what cannot be run exactly, ConfigError for
+    settings that need one chain where the model is none (``optim_state_dir``, ``commit="eager"``).
     """
     if model in skip_modules:
         return model
     chain = {"name": name, "model_run_config": model_run_config, **roundpipe_kwargs}
     is_chain = is_causal_lm(model)
     if use_sequential_preset and not is_chain:
-        raise ModelError(
+        raise _NoChainError(
             f"no causal LM, so it is not split by structure: {type(model).__name__}\n"
             "hint: use_sequential_preset=None"
         )

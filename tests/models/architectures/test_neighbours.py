@@ -187,6 +187,7 @@ def test_a_hook_of_the_users_own_runs_in_each_layer(made, comparing, tiny_models
     require_equal(comparing, tiny_models, row, model, num_devices=3)
 
 
+@pytest.mark.accept  # to compile one takes seconds of imports
 def test_a_compiled_model_is_refused_with_the_way_out(made):
     _, model = made("qwen3")
     compiled = torch.compile(copy.deepcopy(model))

@@ -31,3 +31,4 @@ for images, labels in data:
 
 model.synchronize()
 weights = model.state_dict()
+checkpoint = model.model.state_dict()
