@@ -5,7 +5,7 @@
 #   make test         the whole test suite
 #   make check        format, lint, types, import contracts
 #   make accept       what is slower than a test may be, and the benchmark
-#   make mutants      drop each wait and guard of a small schedule, show what noticed
+#   make mutants      drop each wait and guard of a small schedule, break mechanisms, show what noticed
 #   make dist         build a wheel, install it in a fresh environment, run the README's example
 
 SHELL := /bin/bash

@@ -81,6 +81,21 @@ def test_a_host_that_is_too_small_is_named_with_a_way_out() -> None:
     assert "finetuning_type=lora" in [hint.text for hint in made.hints]
 
 
+def test_what_text_does_not_reach_is_of_the_host_and_costs_no_state(
+    small: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = found().forecast.needs[1]
+    text = small.small_profile("full")
+    seeing = replace(text, parameters=2 * text.parameters, unread=text.parameters)
+    monkeypatch.setattr(module, "profile_of", lambda *_, **__: seeing)
+    after = found().forecast.needs[1]
+    assert after.needs == before.needs + 2 * text.parameters
+    assert "what text does not reach" in after.largest
+    per_parameter = [need.largest.partition(" + ")[0] for need in (before, after)]
+    assert per_parameter[0].endswith("B per parameter")
+    assert per_parameter[0] == per_parameter[1]
+
+
 def test_a_device_that_is_too_small_has_no_pace() -> None:
     made = found("1x3060,1TB", max_length=4_000_000).forecast
     assert (made.fits, made.pace, made.limit) == (False, None, "device memory")

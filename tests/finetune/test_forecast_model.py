@@ -95,7 +95,7 @@ def test_a_folder_of_ones_own_is_counted(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "llava"}, "no causal language model: model_type=llava"),
+        ({"model_type": "clip"}, "not a causal language model of transformers: CLIPConfig"),
         ({"hidden_size": 2**24, "intermediate_size": 10**15}, "cannot count the model: config"),
     ],
 )

@@ -37,6 +37,14 @@ def test_weights_that_the_files_do_not_hold_are_named(tiny_folder: Path, tmp_pat
         load_model(locate_model(str(folder)), dtype=torch.float32)
 
 
+def test_a_file_of_weights_that_is_cut_short_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "short"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"(?s)cannot load the model.*hint: .*fetch it again"):
+        load_model(locate_model(str(folder)), dtype=torch.float32)
+
+
 def test_code_of_a_checkpoint_is_never_run(tiny_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "own"))
     config = json.loads((folder / "config.json").read_text())

@@ -150,3 +150,14 @@ def test_trained_experts_are_never_cut():
 def test_parts_of_a_mixture_that_are_routed_are_known_by_name(name, expected):
     assert is_routed(name) is expected
     assert (re.fullmatch(ROUTED, name) is not None) is expected
+
+
+def test_a_model_that_reads_the_weight_of_what_it_calls_is_counted_with_adapters():
+    layers = {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "altup_num_inputs": 2}
+    layers |= {"layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 8}
+    small = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+    config = {"model_type": "gemma3n_text", **SIZES, **layers, **small}
+    config |= {"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": [32, 32]}
+    lora = Lora(r=2, target_modules=("prediction_coefs", "correction_coefs"))
+    profile = count(make_config(config), Method(name="lora", lora=lora), name="x", bits=32)
+    assert profile.trained_parameters > 0

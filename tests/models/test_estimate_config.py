@@ -83,6 +83,11 @@ def test_what_no_model_has_is_refused_at_once(change, message):
     assert time.process_time() - begin < 10
 
 
+def test_large_numbers_that_count_nothing_are_taken():
+    hearing = {"gradient_clipping": 1e10, "attention_invalid_logits_value": -1e9}
+    assert make_config({**TINY, "audio_config": hearing}).model_type == TINY["model_type"]
+
+
 def test_nothing_of_a_config_names_code_or_kernels_to_fetch():
     config = make_config(
         {

@@ -129,6 +129,38 @@ def test_an_adapter_reloads_with_stock_peft_into_the_checkpoint_s_own_class(tmp_
     assert torch.allclose(logits(loaded.eval()), after, atol=1e-5)
 
 
+class Asked(dict):
+    """Weights that remember which of them were asked for."""
+
+    def __init__(self, given):
+        super().__init__(given)
+        self.names = set()
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning")  # stock peft's
+@pytest.mark.parametrize("rows", [0, 3])
+def test_an_adapter_of_a_model_with_more_words_brings_their_embeddings(tmp_path, rows):
+    model = save_text(tmp_path / "source", "llama")
+    base = stock(tmp_path / "source", model)
+    base.resize_token_embeddings(base.config.vocab_size + rows)
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base, lora)
+    weights = Asked(adapted.state_dict())
+    saving.save_adapter(tmp_path / "ours", adapted, weights)
+    adapted.save_pretrained(tmp_path / "stock")
+    ours, theirs = (
+        load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("ours", "stock")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert any("embed_tokens" in name for name in ours) == (rows > 0)
+    assert len(weights.names) == len(ours)  # the rest is never made
+
+
 def test_a_tied_weight_is_written_once_and_one_that_came_apart_twice(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)

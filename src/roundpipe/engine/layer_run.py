@@ -62,6 +62,9 @@ class Needs:
     writes: bool = False  # to its input
 
 
+_NOTHING = Needs()  # the same one for all layers that need nothing
+
+
 class Known:
     """What layers need, found while their first run is watched; shared by all devices."""
 
@@ -82,7 +85,8 @@ class Known:
         """A run of a layer was seen to need this."""
         known = self._needs.get(layer, Needs())
         places = known.chooses_in.union(chooses_in)
-        self._needs[layer] = Needs(known.draws or draws, places, known.writes or writes)
+        needs = Needs(known.draws or draws, places, known.writes or writes)
+        self._needs[layer] = _NOTHING if needs == _NOTHING else needs
 
 
 class _Again(enum.Enum):
@@ -115,11 +119,31 @@ class LayerRuns:
         """What the layer returns, and what its recompute needs to know of this run."""
         shell = self._model.shell(task.layer)
         draws = False
+        if self._known.of(task.layer) is _NOTHING and not task.kept:
+            plain = self._plainly(task, shell, given)
+            if not isinstance(plain, _Again):
+                return plain
+            draws = plain is _Again.DRAWS
         made = self._attempt(task, shell, given, draws=draws)
         while isinstance(made, _Again):
             draws = draws or made is _Again.DRAWS
             made = self._attempt(task, shell, given, draws=draws)
         return made
+
+    def _plainly(self, task: Task, shell: Shell, given: Given) -> tuple[Boundary, Kept] | _Again:
+        """The short way for a layer that is known to need nothing: most runs there are."""
+        if shell.changing or self._state.names(task.layer):
+            return _Again.BUFFERS
+        undrawn, scope = Undrawn(self._device), _scope(task)
+        with running(scope):
+            boundary, _ = run_unspoilt(shell.run, given, writes=False)
+        if shell.changed():
+            return _Again.BUFFERS
+        if undrawn.has_drawn():
+            return _Again.DRAWS
+        if isinstance(scope, Saving) and scope.saved:
+            return boundary, self._kept(task, Modes(), (), scope)
+        return boundary, {}
 
     def _attempt(
         self, task: Task, shell: Shell, given: Given, *, draws: bool

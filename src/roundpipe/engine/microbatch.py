@@ -98,7 +98,7 @@ def split(
     pieces = _pieces((tuple(args), dict(kwargs)), lengths)
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and is_second(name, value, batch_size):
-            for (_, named), piece in zip(pieces, value.split(lengths, dim=1), strict=True):
+            for (_, named), piece in zip(pieces, torch.split(value, lengths, dim=1), strict=True):
                 named[name] = piece
     labels = _labels(label, how, lengths)
     return [

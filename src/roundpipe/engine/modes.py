@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from roundpipe.engine.choices import Noting, Replaying
     from roundpipe.engine.gates import Gates, Innermost
     from roundpipe.engine.random import DrawsFrom
+
+_NOTHING = nullcontext()  # which may be entered any number of times at once
 
 
 @dataclass
@@ -37,13 +39,12 @@ class Modes:
             self.places = frozenset()
         self.is_whole = self.is_whole or (self.choices is not None and not self.places)
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> AbstractContextManager[None]:
         """Let what runs inside be under it."""
-        mode = self.mode
-        if mode is None:
-            yield
-            return
+        return _NOTHING if self.mode is None else self._on(self.mode)
+
+    @contextmanager
+    def _on(self, mode: DrawsFrom) -> Iterator[None]:
         if not self.places:
             mode.choices = self.choices
             with self.watch.watching() if self.watch is not None else nullcontext(), mode:

@@ -332,7 +332,7 @@ def _host_words(wish: Wish, case: Case, host: HostBytes, device: DeviceNeed) -> 
     }
     kept = host.weights + host.state
     if wish.method.name == "full":
-        first = f"{kept / case.profile.parameters:.3g} B per parameter"
+        first = f"{kept / case.profile.trained_parameters:.3g} B per parameter"
     else:
         first = (
             f"weights and adapter {write_bytes(kept)}"

@@ -58,8 +58,6 @@ def profile_of(
         raise
     except Exception as error:  # whatever the code of one of 400 architectures raises
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if first.startswith("Unrecognized configuration class"):
-            first = f"no causal language model: model_type={config.model_type}"
         raise ConfigError(
             f"cannot count the model: {name}: {first}"
             "\nhint: name a causal language model, or mend its config.json"

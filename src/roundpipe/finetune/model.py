@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -60,6 +61,7 @@ _WAYS_OUT_BY_KIND = {  # class names, so that huggingface_hub need not be import
     "ConnectionError": _OFFLINE,
     "RepositoryNotFoundError": _NO_SUCH_ID,
     "RevisionNotFoundError": _NO_SUCH_ID,
+    "SafetensorError": "an interrupted download leaves such a file; fetch it again",
 }
 
 
@@ -186,7 +188,7 @@ def _explained(source: ModelSource, what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first_line = next((line for line in str(error).splitlines() if line.strip()), "no message")
         raise ConfigError(
             f"model_name_or_path: cannot load the {what} of {source.given}: {first_line.strip()}\n"

@@ -65,10 +65,6 @@ class BlockForm:
 class BlockReached(BaseException):
     """Ends a model's forward at a block; no `Exception`, so no ``except`` on the way keeps it."""
 
-    def __init__(self, hidden: Any = None) -> None:
-        super().__init__()
-        self.hidden = hidden
-
 
 class StandIns:
     """One stand-in for each block; they call ``act`` with the index of the block.

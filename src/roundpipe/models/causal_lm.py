@@ -1,8 +1,9 @@
 """Any Hugging Face causal LM as a chain, found by structure, with no code for any one model.
 
 The split is learned from a recording run and then tried: the chain of prefix, blocks and suffix
-must give the model's own logits and loss, bit for bit, on a padded input, and the context must
-rebuild every argument exactly without weights. A model where it does not is refused by name.
+must give the model's own logits and loss, bit for bit, on a padded input, and every argument must
+be rebuilt exactly: by the context, which has no weights, or else brought by the prefix. A model
+where it does not is refused by name.
 """
 
 from __future__ import annotations

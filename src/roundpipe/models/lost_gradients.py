@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.errors import ModelError
@@ -31,7 +31,7 @@ class LostGradients:
         root: Any = split.root
         base = root.get_base_model() if hasattr(root, "get_base_model") else root
         self._parameters = tuple(inspect.signature(base.forward).parameters)
-        embedding = base.get_input_embeddings()
+        embedding = _embedding_of(base)
         between = (home for each in split.flow.between.values() for home in each.homes)
         late = {id(home.module) for home in (*split.read_after, *between)}
         is_once = embedding is not None and late.isdisjoint(map(id, embedding.modules()))
@@ -45,6 +45,15 @@ class LostGradients:
                     f"an argument wants a gradient that would be lost: {name}\n"
                     "hint: detach() it, or wrap nn.Sequential(model) to run it as one layer"
                 )
+
+
+def _embedding_of(base: Any) -> nn.Module | None:
+    """The model's embedding, by its own word; None if it does not say."""
+    try:
+        found = getattr(base, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, nn.Module) else None
 
 
 def _wants_gradient(leaf: Any) -> bool:

@@ -7,7 +7,8 @@ Most models pass on nothing but the hidden state, and then that tensor alone is 
 travels beside it was found in the recording run (`roundpipe.models.recording`):
 
 - *carried* arguments: tensors that the prefix computes from weights (inputs of each layer beside
-  the hidden state), and what a block returns beside the hidden state for a later block;
+  the hidden state) or drops out some of in training (positions), and what a block returns beside
+  the hidden state for a later block;
 - *written* things: what a block puts into an object that it is called with, and a later one reads;
 - *collected* things: outputs that hooks inside blocks collect for the model's own forward.
 

@@ -39,6 +39,11 @@ class _Adapted(nn.Module):
         self.lora_b = nn.Linear(r, outer, bias=False, device=like.device, dtype=like.dtype)
         self.scaling = 2.0
 
+    @property
+    def weight(self) -> Any:
+        """The base's, which some models read beside calling it; peft's has it too."""
+        return self.base_layer.weight
+
     def forward(self, hidden: Tensor) -> Tensor:
         """The base's output plus the adapter's."""
         result: Tensor = self.base_layer(hidden)

@@ -22,7 +22,10 @@ _LARGEST_NUMBER = 1 << 24  # of any width, vocabulary or count of experts
 _MOST_MODULES = 4096  # layers, experts
 _LONGEST_LIST = 10_000
 # Numbers that allocate nothing: positions, bases of rotary tables, ids, sizes of experts.
-_HARMLESS = ("theta", "base", "max_position", "length", "limit", "_id", "eps", "intermediate_size")
+_HARMLESS = (
+    *("theta", "base", "max_position", "length", "limit", "_id", "eps", "intermediate_size"),
+    *("clipping", "logits_value"),  # of what hears
+)
 # What describes files or this machine rather than the model, or names code to be fetched.
 _DROPPED = (
     "attn_implementation",

@@ -1,9 +1,10 @@
 """Configs of well-known causal LMs, so that a plan needs no network.
 
 A file of this folder is a family: a list of models, each with its id on the hub, the number of
-parameters that its makers publish, further names (``also``) and the part of its config that decides
-shapes. Names are matched by what tells models apart: family, version and size. Owners, ways of
-tuning (``Instruct``), formats (``GGUF``, ``4bit``) and dates do not count.
+parameters that its makers publish (of a model that also sees, with its tower), further names
+(``also``) and the part of its config that decides shapes. Names are matched by what tells models
+apart: family, version and size. Owners, ways of tuning (``Instruct``), formats (``GGUF``, ``4bit``)
+and dates do not count.
 """
 
 from __future__ import annotations
