@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from roundpipe.engine.call import StepInMaking
 from roundpipe.engine.drift import DriftWatch
 from roundpipe.engine.microbatch import rows_of
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from roundpipe.optim.scaler import GradScaler
     from roundpipe.planner import Planner
     from roundpipe.sim.search import Plan
+    from roundpipe.store.layer import HostLayer
 
 _RUNS_BEFORE_MEASURED_PLAN = 2
 _REMEMBERED_RUNS = 32  # whose spans the timeline shows
@@ -66,6 +69,7 @@ class Chain:
         self.num_versions = 0  # of the weights: what was updated or loaded so far
         self._num_rewrites = 0  # of the module's attributes
         self.staleness = 0
+        self._late: list[tuple[HostLayer, dict[str, Tensor]]] = []  # what the next call reads
         self._kind: Kind | None = None
         self._last: Run | None = None  # the training run that the next one may follow
         self._measured: Run | None = None  # what the planner is to learn from
@@ -91,6 +95,7 @@ class Chain:
 
     def start_training(self, call: Call, config: RoundPipeRunConfig) -> Run:
         """Begin a training run; a further one of the same step is added to what is on the host."""
+        self._put_back()
         is_further = bool(self.making.runs)
         self.tell_times()
         if is_further:
@@ -203,6 +208,7 @@ class Chain:
 
     def _run_alone(self, program: Program, call: Call) -> Run:
         self._engine.drain()
+        self._put_back()
         self._last = None
         self._begin_idle()
         run = self._engine.start(program, call, follows=False)
@@ -231,6 +237,7 @@ class Chain:
 
     def step(self, update: Update, *, is_async: bool) -> None:
         """Begin the update of the step in making, which ends it."""
+        self._late.clear()
         runs = self.making.runs
         self.num_versions += 1
         self._engine.step(runs[-1], update)
@@ -251,6 +258,7 @@ class Chain:
         ``is_async``: the next call reads the masters as they are before the function changes them.
         """
         self._engine.drain()
+        self._late.clear()
         scale, layers = self.making.token_scale, self._engine.layers
         if is_async:
             for layer in layers:
@@ -288,6 +296,7 @@ class Chain:
         """After a failure nothing is left of the step that was being made."""
         if self._num_recovered != self._engine.num_recovered:
             self._num_recovered = self._engine.num_recovered
+            self._late.clear()
             self.making.end()
             self._timings.clear()
             self._timer.forget()
@@ -296,12 +305,35 @@ class Chain:
     def notice_load(self) -> None:
         """The weights are others, all of one version, and buffers may be; nothing is under way."""
         self.num_versions += 1
+        self._late.clear()
         self._renew_contexts()
         self._engine.is_mixed = False
         self._engine.state.commit()  # a failure does not take loaded buffers back
 
+    @torch.no_grad()
+    def show_newest(self) -> None:
+        """Give the module the newest weights, whatever the next call reads; nothing is under way.
+
+        After a late step what it reads is kept aside until then: 2 bytes of each 16-bit weight.
+        """
+        if self.staleness == 0 or self._late:
+            return
+        for layer in self._engine.layers:
+            views = layer.weights.views
+            self._late.append((layer, {name: views[name].clone() for name in layer.trainable}))
+            layer.publish()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Let the next run read what it would have, had nobody looked at the newest."""
+        for layer, values in self._late:
+            for name, value in values.items():
+                layer.weights.views[name].copy_(value)
+        self._late.clear()
+
     def catch_up(self) -> None:
         """Let the next call read the newest weights, late steps or not; nothing is under way."""
+        self._late.clear()
         if self.staleness == 0:
             return
         for layer in self._engine.layers:

@@ -282,14 +282,14 @@ class RoundPipe(Calling):
     def synchronize(self) -> None:
         """Block until nothing is under way; raises what failed since the last call.
 
-        The module then has the newest weights, and the next call reads them, also after a step
-        with ``is_async=True``; evaluating and saving leave that as it is. Takes over what was
-        changed in ``requires_grad``. Gradients of the calls since the last step are then in
+        The module then has the newest weights, also after a step with ``is_async=True``, whose next
+        call still reads those of before. Takes over what was changed in ``requires_grad``; after
+        that the next call reads the newest. Gradients of the calls since the last step are then in
         ``.grad`` of ``parameters()``.
         """
         self._settle()
         with torch.inference_mode(False):
-            self._chain.catch_up()
+            self._chain.show_newest()
 
     def _settle(self) -> None:
         self._engine.drain()

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import roundpipe
 from roundpipe.engine.random import layer_seed
@@ -191,3 +193,41 @@ def test_modes_of_submodules_are_followed(batches, tiny_tower, square_loss, wrap
     assert torch.equal(run(), without)
     model[2].drop.train()
     assert not torch.equal(run(), without)
+
+
+class RecomputingByItself(nn.Module):
+    """Dropout within ``torch.utils.checkpoint``: it draws again in backward."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(rate)
+
+    def inner(self, x):
+        return self.dropout(self.linear(x))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_a_layer_that_recomputes_by_itself_and_draws_is_refused(grain):
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2, recompute_grain=grain)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    chain = nn.Sequential(*[RecomputingByItself(0.5) for _ in range(3)])
+
+    def train(model):
+        model.forward_backward((x,), loss_fn=lambda y, _: y.mean(), run_config=config)
+        model.synchronize()
+
+    said = pytest.raises(roundpipe.StepError, match=r"(?s)in its backward.*recompute_grain")
+    with roundpipe.RoundPipe(chain, devices=["cpu"]) as model, said:
+        train(model)
+
+
+def test_a_layer_that_recomputes_by_itself_and_draws_nothing_trains():
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    chain = nn.Sequential(*[RecomputingByItself(0.0) for _ in range(3)])
+    with roundpipe.RoundPipe(chain, devices=["cpu"]) as model:
+        model.forward_backward((x,), loss_fn=lambda y, _: y.mean())
+        model.synchronize()
+        assert all(gradient is not None for gradient in model.gradients().values())

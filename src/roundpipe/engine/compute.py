@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe.engine.caller import AUTOCAST_DEVICES
 from roundpipe.engine.layer_run import Known, LayerRuns, Role, Task
+from roundpipe.engine.random import NoDraws
 from roundpipe.engine.weigh import Scale
 from roundpipe.plan.actions import Action, Op
 
@@ -139,7 +140,8 @@ class Compute:
 
     def __init__(self, model: DeviceModel, known: Known, state: BufferState) -> None:
         self.model = model
-        self._runs = LayerRuns(model, known, state)
+        self._runs, self._known = LayerRuns(model, known, state), known
+        self._seen_backward: set[int] = set()  # layers that draw, but not in backward
 
     def run(self, run: Run, action: Action) -> None:
         """What the compute stream runs for ``action``."""
@@ -213,7 +215,7 @@ class Compute:
             loss = run.call.loss(boundary, label, microbatch)
         scaled = run.call.loss_scale
         seed = torch.full_like(loss, 1.0 if scaled is None else scaled.read())
-        with _timed(run, visit):
+        with _timed(run, visit), self._drawing_nothing(visit.layers):
             backward([loss], [seed])
         kept = None
         if run.call.keep_outputs:
@@ -257,7 +259,7 @@ class Compute:
         graph = self.model.graphs.pop(key)
         self._poison_sums(run, visit, microbatch)
         if not run.call.recompute_by_layer:
-            with _timed(run, visit):
+            with _timed(run, visit), self._drawing_nothing(visit.layers):
                 backward(graph.outputs, gradients)
             self._give(run, visit, microbatch, graph.leaves)
             return
@@ -272,9 +274,20 @@ class Compute:
                 else:
                     boundary, inputs, leaves = _cut(run, visit, kept.boundary, inputs)
                 out, _ = self._layer(task, (boundary, inputs, kept.context))
-            backward(differentiable(out), gradients)
+            with self._drawing_nothing(range(task.layer, task.layer + 1)):
+                backward(differentiable(out), gradients)
             gradients = [leaf.grad for leaf in leaves]
         self._give(run, visit, microbatch, leaves)
+
+    @contextmanager
+    def _drawing_nothing(self, layers: range) -> Iterator[None]:
+        """Watch the first backward of layers that draw: there nobody would repeat their draws."""
+        drawing = {
+            layer for layer in layers if (needs := self._known.of(layer)) and needs.draws
+        } - self._seen_backward
+        with NoDraws() if drawing else nullcontext():  # type: ignore[no-untyped-call]
+            yield
+        self._seen_backward |= drawing
 
     def _give(self, run: Run, visit: Visit, microbatch: int, leaves: list[Tensor]) -> None:
         """Hand the gradient of the visit's boundary to the visit below, here or elsewhere."""

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.engine.choices import CHOOSING, chooses
+from roundpipe.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -116,6 +117,32 @@ class DrawsFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self.generator is not None
         with _LOANS.one(_default_generator(self.device), self.generator):
             return func(*args, **kwargs)
+
+
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses random operations: in a backward nothing is known of what forward drew there."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs)
+        repeats = "backward" in func.name()  # of fused attention: it is told what forward drew
+        if is_random and not repeats and kwargs.get("generator") is None:
+            raise ModelError(
+                f"a layer draws random numbers in its backward: {func}; one that recomputes by "
+                "itself would draw others than in forward\n"
+                "hint: leave torch.utils.checkpoint out of it: recompute_grain='layer' does that"
+            )
+        return func(*args, **kwargs)
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
