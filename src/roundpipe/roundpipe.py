@@ -103,7 +103,7 @@ class RoundPipe(Calling):
         self.name = name or type(model).__name__
         self._config = model_run_config
         self._spec = spec_for(model, packed_in(bases or []))
-        self._text_only = TextOnly(model if self._spec.computes_loss else None)
+        self._text_only = TextOnly.of(self._spec)
         self._pool = pool or DevicePool(devices, pinned_memory_limit=pinned_memory_limit)
         with ExitStack() as undo:  # a notebook keeps what failed alive, and its threads with it
             if pool is None:

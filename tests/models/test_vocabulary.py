@@ -25,15 +25,15 @@ def test_a_token_outside_is_refused_with_its_place(name, token):
     tokens = IDS.clone()
     tokens[2, 3] = token
     with pytest.raises(ConfigError, match=rf"{name}.*: {token} in row 2, column 3\n.*0 to 31"):
-        Vocabulary(_model()).check({"input_ids": IDS, name: tokens})
+        Vocabulary(_model(), 32).check({"input_ids": IDS, name: tokens})
 
 
 def test_what_marks_untrained_tokens_is_none():
     labels = IDS.clone()
     labels[0, :2] = -100
-    Vocabulary(_model()).check({"input_ids": IDS, "labels": labels})
+    Vocabulary(_model(), 32).check({"input_ids": IDS, "labels": labels})
     labels[0, :2] = -7
-    Vocabulary(_model()).check({"input_ids": IDS, "labels": labels, "ignore_index": -7})
+    Vocabulary(_model(), 32).check({"input_ids": IDS, "labels": labels, "ignore_index": -7})
 
 
 def test_a_module_without_a_vocabulary_takes_anything():

@@ -67,6 +67,11 @@ class CausalLMSpec:
         """Raise ModelError for an argument that wants a gradient and would get none."""
         self._lost.refuse(args, kwargs)
 
+    @property
+    def num_predicted(self) -> int:
+        """Logits of a token; 0 if it gives none."""
+        return self.split.vocabulary
+
     def needs_inputs(self, layer: int) -> bool:
         """Every layer does: blocks by their context."""
         return True

@@ -96,6 +96,7 @@ class SequentialSpec:
     computes_loss: bool = False
     takes_num_items: bool = False
     shifts_labels: bool = True
+    num_predicted: int = 0
     _watch: TreeWatch = field(kw_only=True, repr=False)
 
     def refuse_lost_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

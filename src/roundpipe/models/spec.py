@@ -166,6 +166,11 @@ class ModelSpec(Protocol):
         ...
 
     @property
+    def num_predicted(self) -> int:
+        """Logits of a token, for a model that predicts tokens; 0 if that is not known."""
+        ...
+
+    @property
     def shifts_labels(self) -> bool:
         """Whether the first label of a sequence is not trained: no token is before it."""
         ...

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from roundpipe.models.spec import ModelSpec
+
 _HINT = "drop the samples with images, sound or video: such a model is trained on text alone"
 _SEEN = re.compile(r"pixel|image|video|audio|vision|speech|patch_|grid_|input_features|mm_encoder")
 _STANDS_FOR = re.compile(
@@ -33,10 +35,11 @@ _STANDS_FOR = re.compile(
 class TextOnly:
     """Refuses what is not text among a call's arguments. ``model``: a causal LM, or None for any.
 
-    An argument is text that the model's own text decoder takes.
+    An argument is text that the model's own text decoder takes. ``num_predicted``: logits of a
+    token, 0 if that is not known.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, num_predicted: int = 0) -> None:
         base: Any = model
         if base is not None and hasattr(base, "get_base_model"):
             base = base.get_base_model()
@@ -46,7 +49,12 @@ class TextOnly:
         self._text = frozenset(takes)
         self._main = frozenset() if base is None else frozenset(_main_inputs(base)) - self._text
         self._tokens = {} if base is None else _tokens(base.config)
-        self._vocabulary = Vocabulary(base)
+        self._vocabulary = Vocabulary(base, num_predicted)
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> TextOnly:
+        """For a wrapped model, whatever it is."""
+        return cls(spec.module if spec.computes_loss else None, spec.num_predicted)
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         """The arguments by name; none of a model that is no causal LM."""

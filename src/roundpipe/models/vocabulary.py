@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 class Vocabulary:
-    """How many tokens a model reads and predicts, as far as it says so. ``model``: or None."""
+    """How many tokens a model reads, as far as it says so, and predicts.
 
-    def __init__(self, model: Any) -> None:
-        self._read = self._predicted = None
+    ``model``: or None. ``num_predicted``: logits of a token, as it made them; 0: unknown. (What its
+    head says of itself may be wrong: that of another module, under adapters that tie it again.)
+    """
+
+    def __init__(self, model: Any, num_predicted: int = 0) -> None:
+        self._read = None
+        self._predicted = num_predicted or None
         if hasattr(model, "get_input_embeddings"):
             self._read = getattr(model.get_input_embeddings(), "num_embeddings", None)
-        if hasattr(model, "get_output_embeddings"):
-            self._predicted = getattr(model.get_output_embeddings(), "out_features", None)
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Raise ConfigError, naming the argument, for a token outside.
