@@ -84,3 +84,11 @@ def test_released_it_holds_no_memory(model):
     tensors = [*tree.module.parameters(), *tree.module.buffers()]
     assert mine.isdisjoint(tensor.data_ptr() for tensor in tensors)
     assert all(tensor.untyped_storage().nbytes() <= 8 for tensor in tensors)
+
+
+def test_a_part_that_only_lacks_a_vector_of_its_own_runs(model):
+    model.model.newline = nn.Parameter(torch.ones(4))  # what no text reads, beside what all reads
+    tree, _ = bound(model)
+    ids = torch.arange(1, 9).view(1, 8)
+    with torch.no_grad():
+        assert torch.equal(tree.module(ids).logits, model.eval()(ids).logits)

@@ -133,11 +133,15 @@ class GeneratingTree:
 
 
 def _never_read(split: Split) -> Iterator[nn.Module]:
-    """The modules outside the blocks of whose own parameters none is read, before nor after."""
+    """The modules outside the blocks that hold parameters of which, at and below, none is read.
+
+    One that only lacks a part of its own (the bias of a head, a vector between image rows) runs.
+    """
     parameters = [home for home in split.outside if home.is_parameter]
     owners = dict.fromkeys(home.module for home in parameters)
     read = {home.module for home in parameters if home in split.read_before | split.read_after}
-    return (module for module in owners if module not in read)
+    run = {*map(id, read), *map(id, split.blocks)}
+    return (module for module in owners if run.isdisjoint(map(id, module.modules())))
 
 
 def _refusal(root: type, module: nn.Module) -> Callable[..., None]:
