@@ -97,9 +97,9 @@ def test_a_command_in_the_docs_is_understood(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from roundpipe.cli import app, doctor, plan
-    from roundpipe.finetune.forecast_config import read_wish
-    from roundpipe.finetune.parse import parse_argv
-    from roundpipe.finetune.translate import KNOWN
+    from roundpipe.finetune.forecast.wish import read_wish
+    from roundpipe.finetune.settings.parse import parse_argv
+    from roundpipe.finetune.settings.translate import KNOWN
 
     monkeypatch.chdir(tmp_path)
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
@@ -150,7 +150,7 @@ def test_the_values_of_a_plan_in_the_docs_are_its_keys(text: str) -> None:
 
 
 def test_the_table_of_models_in_the_readme_has_every_model_and_method() -> None:
-    from roundpipe.finetune.forecast_table import METHODS, MODELS
+    from roundpipe.finetune.forecast.table import METHODS, MODELS
 
     readme = (ROOT / "README.md").read_text()
     (table,) = re.findall(
@@ -185,7 +185,7 @@ def test_the_readme_has_a_library_example_of_about_twelve_lines() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
 def test_an_example_is_a_valid_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundpipe.finetune.config import load_config
+    from roundpipe.finetune.settings.config import load_config
 
     monkeypatch.chdir(ROOT)
     config, notes = load_config([str(path)])
@@ -216,7 +216,7 @@ def test_quickstart_questions_differ() -> None:
 def test_quickstart_has_at_most_12000_tokens_with_the_chat_template() -> None:
     from transformers import AutoTokenizer
 
-    from roundpipe.finetune.config import load_config
+    from roundpipe.finetune.settings.config import load_config
 
     config, _ = load_config([str(ROOT / "examples" / "quickstart.yaml")])
     package, _, file = config.model_name_or_path.removeprefix("package:").partition("/")

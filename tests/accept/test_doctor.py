@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roundpipe.finetune.machines import load_machine
+from roundpipe.finetune.forecast.machines import load_machine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ from roundpipe.cli import main
 from roundpipe.cli.doctor import Wish, read_wish, run
 from roundpipe.device.probe import Effort, Probe
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.examine import Examination, Told
-from roundpipe.finetune.machines import load_machine, saved_file
+from roundpipe.finetune.forecast.examine import Examination, Told
+from roundpipe.finetune.forecast.machines import load_machine, saved_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import roundpipe
-import roundpipe.finetune
+import roundpipe.finetune.run
 from roundpipe.cli import main
 from roundpipe.errors import (
     ConfigError,
@@ -21,7 +21,7 @@ from roundpipe.errors import (
     PlanError,
     StepError,
 )
-from roundpipe.finetune.config import TrainConfig
+from roundpipe.finetune.settings.config import TrainConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,10 +41,10 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], N
     """Put a function in the place of the training loop."""
 
     def replace(train: Callable[..., object]) -> None:
-        module = ModuleType("roundpipe.finetune.loop")
+        module = ModuleType("roundpipe.finetune.run.loop")
         module.train = train  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "roundpipe.finetune.loop", module)
-        monkeypatch.setattr(roundpipe.finetune, "loop", module, raising=False)
+        monkeypatch.setitem(sys.modules, "roundpipe.finetune.run.loop", module)
+        monkeypatch.setattr(roundpipe.finetune.run, "loop", module, raising=False)
 
     return replace
 

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from roundpipe.finetune.config import TrainConfig
+    from roundpipe.finetune.settings.config import TrainConfig
 
 
 def _tiny() -> ModuleType:
@@ -48,7 +48,7 @@ def tiny_data(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture
 def config_of(tiny_folder: Path, tiny_data: Path, tmp_path: Path) -> Any:
     """A config of a run of three steps in ``tmp_path``; keywords change it."""
-    from roundpipe.finetune.config import make_config
+    from roundpipe.finetune.settings.config import make_config
 
     def make(**changes: Any) -> TrainConfig:
         given = {
@@ -74,7 +74,7 @@ def _counted() -> dict[Any, Any]:
 @pytest.fixture(autouse=True)
 def _count_once(_counted: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one model have it counted once: that takes half a second."""
-    from roundpipe.finetune import forecast
+    from roundpipe.finetune.forecast import forecast
 
     count = forecast.profile_of
 

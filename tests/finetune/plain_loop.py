@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.finetune.adapters import add_adapter
-from roundpipe.finetune.collate import collate
-from roundpipe.finetune.data import load_dataset
-from roundpipe.finetune.length import RunLength, sample_order
-from roundpipe.finetune.model import load_model, load_tokenizer
-from roundpipe.finetune.schedule import rate_factor, warmup_step_count
-from roundpipe.finetune.source import locate_model
+from roundpipe.finetune.data.collate import collate
+from roundpipe.finetune.data.dataset import load_dataset
+from roundpipe.finetune.data.length import RunLength, sample_order
+from roundpipe.finetune.model.adapters import add_adapter
+from roundpipe.finetune.model.from_transformers import load_model, load_tokenizer
+from roundpipe.finetune.model.source import locate_model
+from roundpipe.finetune.run.schedule import rate_factor, warmup_step_count
 
 if TYPE_CHECKING:
-    from roundpipe.finetune.config import TrainConfig
+    from roundpipe.finetune.settings.config import TrainConfig
 
 
 def plain_run(

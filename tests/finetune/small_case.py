@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.finetune.forecast_memory import Case
+from roundpipe.finetune.forecast.memory import Case
 from roundpipe.models.estimate import Job, Profile, profile
 from roundpipe.plan.machine_text import parse_machine
 

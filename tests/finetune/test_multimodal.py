@@ -13,8 +13,8 @@ import transformers
 from tests.models import multimodal_cases
 from transformers.utils import logging as transformers_logging
 
-from roundpipe.finetune.loop import train
-from roundpipe.finetune.terminal import Terminal
+from roundpipe.finetune.output.terminal import Terminal
+from roundpipe.finetune.run.loop import train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

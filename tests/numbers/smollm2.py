@@ -110,8 +110,8 @@ def _tokenizer_in(reader):
 
 def whole_model():
     """The whole model and its tokenizer, as a run of ours loads them; in fp32."""
-    from roundpipe.finetune.model import load_model, load_tokenizer
-    from roundpipe.finetune.source import locate_model
+    from roundpipe.finetune.model.from_transformers import load_model, load_tokenizer
+    from roundpipe.finetune.model.source import locate_model
 
     source = locate_model(f"package:{PACKAGE}/{FILE}")
     return load_model(source, dtype=torch.float32), load_tokenizer(source)
@@ -122,9 +122,9 @@ def batches(tokenizer, *, steps, max_length):
 
     Of each the last ``max_length`` tokens: the answer is at the end.
     """
-    from roundpipe.finetune.collate import collate
-    from roundpipe.finetune.config import make_config
-    from roundpipe.finetune.encode import Sample, encode
+    from roundpipe.finetune.data.collate import collate
+    from roundpipe.finetune.data.encode import Sample, encode
+    from roundpipe.finetune.settings.config import make_config
 
     with DATA.open() as lines:
         rows = [json.loads(line) for _, line in zip(range(1000), lines, strict=False)]

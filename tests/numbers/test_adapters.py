@@ -178,7 +178,7 @@ def test_what_was_trained_loads_in_plain_peft_and_can_be_merged(
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread for merging's bar
     from peft import PeftModel
 
-    from roundpipe.finetune.model import quiet_transformers
+    from roundpipe.finetune.model.from_transformers import quiet_transformers
 
     batch = batches.sequences(TOKENS)
     model = adapted(case)

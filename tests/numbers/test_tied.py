@@ -60,7 +60,7 @@ def test_it_is_held_once(tiny_llama, wrap):
 def test_it_is_still_tied_after_save_and_load(tmp_path, batches, tiny_llama, wrap, train_lm):
     from transformers import LlamaForCausalLM
 
-    from roundpipe.finetune.model import quiet_transformers
+    from roundpipe.finetune.model.from_transformers import quiet_transformers
 
     model = tiny_llama(tied=True)
     wrapped = wrap(model, 2)

@@ -125,10 +125,10 @@ def _train(arguments: list[str]) -> int:
     _refuse_launchers()
     if not arguments:
         raise ConfigError(f"no config: nothing to train\nhint: {_TRAIN_USAGE}")
-    from roundpipe.finetune.config import load_config  # noqa: PLC0415, pydantic
+    from roundpipe.finetune.settings.config import load_config  # noqa: PLC0415, pydantic
 
     config, notes = load_config(arguments, environment=os.environ)
-    from roundpipe.finetune import loop  # noqa: PLC0415, torch
+    from roundpipe.finetune.run import loop  # noqa: PLC0415, torch
 
     loop.train(config, notes, environment=os.environ)
     return 0
@@ -155,7 +155,7 @@ def _doctor(arguments: list[str]) -> int:
 def _print_schema() -> int:
     import json  # noqa: PLC0415
 
-    from roundpipe.finetune.config import TrainConfig  # noqa: PLC0415, pydantic
+    from roundpipe.finetune.settings.config import TrainConfig  # noqa: PLC0415, pydantic
 
     typer.echo(json.dumps(TrainConfig.model_json_schema(), indent=2, ensure_ascii=False))
     return 0

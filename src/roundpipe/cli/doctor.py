@@ -15,10 +15,10 @@ import typer
 
 from roundpipe.device.resolve import resolve_devices
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.examine import Examination, Told, ask_tool
-from roundpipe.finetune.machines import machine_text, saved_file, write_machine
-from roundpipe.finetune.parse import parse_argv
-from roundpipe.finetune.reference import Reference
+from roundpipe.finetune.forecast.examine import Examination, Told, ask_tool
+from roundpipe.finetune.forecast.machines import machine_text, saved_file, write_machine
+from roundpipe.finetune.forecast.reference import Reference
+from roundpipe.finetune.settings.parse import parse_argv
 from roundpipe.plan.machine_file import machine_mapping
 from roundpipe.report.doctor import Level, judge
 from roundpipe.report.doctor_text import doctor_lines

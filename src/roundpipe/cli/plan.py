@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from roundpipe.errors import ConfigError
-from roundpipe.finetune import keys
-from roundpipe.finetune.forecast import forecast, planned_machine
-from roundpipe.finetune.forecast_config import read_wish
-from roundpipe.finetune.parse import parse_argv, read_file
-from roundpipe.finetune.terminal import Terminal
-from roundpipe.finetune.translate import KNOWN
+from roundpipe.finetune.forecast.forecast import forecast, planned_machine
+from roundpipe.finetune.forecast.wish import read_wish
+from roundpipe.finetune.output.terminal import Terminal
+from roundpipe.finetune.settings import keys
+from roundpipe.finetune.settings.parse import parse_argv, read_file
+from roundpipe.finetune.settings.translate import KNOWN
 from roundpipe.report.forecast_text import forecast_lines, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roundpipe.finetune.forecast import Found
+    from roundpipe.finetune.forecast.forecast import Found
     from roundpipe.plan.machine import Machine
 
 _OPTIONS = ("why", "json", "trace", "html")
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
 
 
 def _played(found: Found, wanted: Wanted) -> Found:
-    from roundpipe.finetune.forecast_timeline import played, write_files  # noqa: PLC0415
+    from roundpipe.finetune.forecast.timeline import played, write_files  # noqa: PLC0415
 
     steps = played(found)
     write_files(
@@ -93,7 +93,7 @@ def _played(found: Found, wanted: Wanted) -> Found:
 
 
 def _table(values: Mapping[str, Any], wanted: Wanted, environment: Mapping[str, str]) -> int:
-    from roundpipe.finetune.forecast_table import model_table  # noqa: PLC0415
+    from roundpipe.finetune.forecast.table import model_table  # noqa: PLC0415
 
     for name in ("trace", "html", "why"):
         if getattr(wanted, name):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from roundpipe.durable import write_text
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.run_folder import write_text
 from roundpipe.report.page import page
 from roundpipe.report.timeline_record import TIMELINE_FILE, read_record
 from roundpipe.report.trace import trace_text

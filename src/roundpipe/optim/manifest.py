@@ -8,13 +8,13 @@ manifest is of one step. See [Note: what a folder is worth] in `roundpipe.optim.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
 
+from roundpipe.durable import sync
 from roundpipe.errors import ConfigError
 from roundpipe.optim.state_file import DamagedError, check_state, checksum_of
 
@@ -60,9 +60,9 @@ def write_manifest(folder: Path, optimizer: Optimizer, layers: Sequence[HostLaye
     for layer in layers:
         path = state_path(folder, layer)
         if path.exists():
-            _sync(path)
+            sync(path)
             files[path.name] = checksum_of(path)
-    _sync(folder)
+    sync(folder)
     content = {
         **_described(optimizer, layers),
         "checksums": files,
@@ -71,9 +71,9 @@ def write_manifest(folder: Path, optimizer: Optimizer, layers: Sequence[HostLaye
     text = json.dumps(content, indent=1)
     beside = folder / (MANIFEST + ".tmp")
     beside.write_text(text)
-    _sync(beside)
+    sync(beside)
     beside.replace(folder / MANIFEST)
-    _sync(folder)
+    sync(folder)
 
 
 def remove_manifest(folder: Path) -> None:
@@ -182,12 +182,3 @@ def _check(path: Path, checksum: str) -> None:
         raise ConfigError(
             f"{KEY}: a state file is of another step: {path}\nhint: go on from a checkpoint"
         )
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold what the system holds of a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,7 @@
 """What a plan comes to, as data: what is needed and what is there, how fast, how long, what to do.
 
-Filled in by `roundpipe.finetune.forecast`; nothing here computes or knows where figures come from.
+Filled in by `roundpipe.finetune.forecast`; nothing here computes or knows where figures come
+from.
 """
 
 from __future__ import annotations

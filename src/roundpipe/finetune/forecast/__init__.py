@@ -1,0 +1,1 @@
+"""Will it fit, how fast, how long: answered before anything is loaded."""

@@ -1,0 +1,105 @@
+"""The base model of a run: its weights straight from files into host segments, where that can be.
+
+Our own loader reads safetensors, takes the model's memory once and packs it to 4 bits on the way.
+What it does not read (GGUF, and whatever it refuses, which the log says) goes through transformers,
+so that all that trains there trains here, and errors are those that people know.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.errors import ConfigError, RoundPipeError
+from roundpipe.finetune.model.from_transformers import load_model, quiet_transformers
+from roundpipe.models.loading.load import open_causal_lm
+from roundpipe.models.loading.pack_model import pack_model
+from roundpipe.store.packed import quiet_bitsandbytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from roundpipe.finetune.model.source import ModelSource
+    from roundpipe.models.loading.load import OpenedModel
+    from roundpipe.store.frozen import Base
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BaseModel:
+    """A model in evaluation mode, and the segments that its weights lie in already.
+
+    ``bases`` is for `RoundPipe`, which empties it. ``is_packed``: some weights are in 4 bits; the
+    parameters are stand-ins then and the model cannot run by itself. ``folder``: where its files
+    lie, if our loader read them.
+    """
+
+    model: Any
+    bases: list[Base] = field(default_factory=list)
+    is_packed: bool = False
+    folder: Path | None = None
+
+
+def load_base(
+    source: ModelSource, method: str, *, dtype: torch.dtype, attn_implementation: str = "sdpa"
+) -> BaseModel:
+    """Load the base model onto the host in ``dtype`` for a ``finetuning_type``.
+
+    ``qlora`` packs the matrices of its blocks. Reads or downloads files. Raises ConfigError for
+    what `load_model` refuses, for weights in 4 bits that are to be trained in full, and where
+    ``qlora`` cannot pack.
+    """
+    if source.gguf_file is not None:
+        return _unpacked(source, method, dtype, attn_implementation)
+    try:
+        with quiet_transformers(), quiet_bitsandbytes():
+            opened = open_causal_lm(
+                source.location,
+                dtype=dtype,
+                quantization="nf4" if method == "qlora" else None,
+                attn_implementation=attn_implementation,
+                revision=source.revision,
+            )
+    except ConfigError as error:
+        if method == "qlora":
+            raise ConfigError(
+                f"model_name_or_path: cannot load {source.given} in 4 bits: {error}"
+            ) from error
+        logger.info("transformers loads the model: %s", str(error).partition("\n")[0])
+        model = load_model(source, dtype=dtype, attn_implementation=attn_implementation)
+        return BaseModel(model)
+    if opened.is_packed and method == "full":
+        raise ConfigError(
+            f"model_name_or_path: weights in 4 bits cannot be trained in full: {source.given}\n"
+            "hint: finetuning_type=qlora, or the model in 16 bits as its authors published it"
+        )
+    return _loaded(opened)
+
+
+def _loaded(opened: OpenedModel) -> BaseModel:
+    is_packed = opened.is_packed
+    with quiet_transformers(), quiet_bitsandbytes():
+        loaded = opened.load()
+    return BaseModel(loaded.model, loaded.bases, is_packed, loaded.folder)
+
+
+def _unpacked(
+    source: ModelSource, method: str, dtype: torch.dtype, attn_implementation: str
+) -> BaseModel:
+    """A model unpacked from GGUF, and packed again if it is to be."""
+    base = BaseModel(load_model(source, dtype=dtype, attn_implementation=attn_implementation))
+    if method != "qlora":
+        return base
+    try:
+        with quiet_bitsandbytes():
+            base.bases = pack_model(base.model)
+    except RoundPipeError as error:
+        raise ConfigError(
+            f"model_name_or_path: cannot pack {source.given} into 4 bits: {error}"
+        ) from error
+    base.is_packed = bool(base.bases)
+    return base

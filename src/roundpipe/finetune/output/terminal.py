@@ -1,0 +1,152 @@
+"""What a person sees of a run: lines, waiting, and one line of progress.
+
+Three kinds of places show it: a terminal (a bar that moves), a notebook (a line that is rewritten)
+and everything else (plain lines). Whatever is shown is also written to ``run.log``, which is opened
+only when the run really starts; lines from before wait for it.
+
+Rule: a place that is gone (a closed terminal, a pipe whose reader ended) never stops a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from roundpipe.finetune.output.progress import (
+    BarProgress,
+    NotebookProgress,
+    PlainProgress,
+    Progress,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+_ERASE_LINE = "\r\x1b[K"
+
+
+class Terminal:
+    """Shows the lines of one run on ``stream`` and keeps them for ``run.log``.
+
+    ``patience``: seconds after which something that is waited for gets a line of its own.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, patience: float = 2.0) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._patience = patience
+        self._lock = threading.RLock()
+        self._unlogged: list[str] = []
+        self._log: TextIO | None = None
+        self._write_above: Callable[[str], None] | None = None
+
+    def line(self, text: str = "") -> None:
+        """Show one line, above the progress bar where there is one, and log it."""
+        with self._lock:
+            (self._write_above or self._write_line)(text)
+            self.log(text)
+
+    def log(self, text: str) -> None:
+        """Write one line to ``run.log`` without showing it."""
+        with self._lock:
+            if self._log is None:
+                self._unlogged.append(text)
+            else:
+                self._log.write(text + "\n")
+                self._log.flush()
+
+    @contextlib.contextmanager
+    def logging_to(self, path: Path) -> Iterator[None]:
+        """Write all lines, also those shown so far, to ``path`` while the block runs."""
+        with path.open("a", encoding="utf-8") as file:
+            with self._lock:
+                self._log, waiting = file, self._unlogged
+                self._unlogged = []
+            for text in waiting:
+                self.log(text)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._log = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what is waited for if the block takes long, and in the end how long it took."""
+        started = time.perf_counter()
+        timer = threading.Timer(self._patience, self._show_waiting, [what])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            seconds = time.perf_counter() - started
+            if seconds >= self._patience:
+                if self._is_tty():
+                    self._write(_ERASE_LINE)
+                self.line(f"{what}: {seconds:.1f} s")
+
+    def answers(self, prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
+        """Show what the model answered before and after training, side by side."""
+        for prompt, old, new in zip(prompts, before, after, strict=True):
+            self.line(f"prompt: {_one_line(prompt)}")
+            self.line(f"  before: {_one_line(old)}")
+            self.line(f"  after:  {_one_line(new)}")
+
+    @contextlib.contextmanager
+    def progress(self, total_steps: int) -> Iterator[Progress]:
+        """Show the progress of ``total_steps`` steps while the block runs."""
+        progress = self._make_progress(total_steps)
+        with progress:
+            self._write_above = progress.write_above
+            try:
+                yield progress
+            finally:
+                self._write_above = None
+
+    def _make_progress(self, total_steps: int) -> Progress:
+        if self._is_tty():
+            return BarProgress(total_steps, log=self.log, stream=self._stream)
+        if _in_notebook():
+            return NotebookProgress(total_steps, log=self.log, write=self._write_line)
+        return PlainProgress(total_steps, log=self.log, write=self._write_line)
+
+    def _show_waiting(self, what: str) -> None:
+        if self._is_tty():
+            self._write(f"{what} …")
+        else:
+            self.line(f"{what} …")
+
+    def _is_tty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def _write_line(self, text: str) -> None:
+        self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # a terminal of another alphabet
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            self._stream.flush()
+
+
+def _in_notebook() -> bool:
+    """Whether a notebook's kernel runs us; an IPython shell in a terminal is no notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,179 @@
+"""Where a TrainConfig comes from and goes to: a command line, a mapping, a saved ``config.yaml``.
+
+Whatever is wrong with a setting is a ConfigError here, one paragraph with a way out. Nothing of
+this imports torch, unless a batch is given per device and the devices are to be counted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from roundpipe.errors import ConfigError
+from roundpipe.finetune.settings.fields import DatasetEntry, TrainConfig
+from roundpipe.finetune.settings.parse import parse_argv, read_file
+from roundpipe.finetune.settings.translate import KNOWN, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
+
+__all__ = [
+    "DatasetEntry",
+    "TrainConfig",
+    "dump_config",
+    "layered_config",
+    "load_config",
+    "make_config",
+]
+
+_REQUIRED = {
+    "model_name_or_path": "model=FOLDER, a hub id or a GGUF file",
+    "dataset": "dataset=FILE.jsonl",
+}
+_NAMED = re.compile(r"(?:cpu|cuda:\d+|\d+)(?:\*(\d+))?")
+_LORA_ONLY = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "target_parameters",
+    "modules_to_save",
+    "use_dora",
+    "use_rslora",
+    "peft",
+)
+
+
+def load_config(
+    argv: Sequence[str], *, environment: Mapping[str, str] | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """Read ``[FILE] [key=value | --key value | --key=value …]``.
+
+    Returns the config and a line for each key that became another or is not needed. ``environment``
+    is the process's, for counting devices. Raises ConfigError.
+    """
+    file, command_line = parse_argv(argv, known=KNOWN)
+    in_file = read_file(file) if file is not None else {}
+    return _make(in_file, command_line, environment)
+
+
+def layered_config(
+    file: Mapping[str, Any], command_line: Mapping[str, Any], count_devices: Callable[[Any], int]
+) -> tuple[TrainConfig, list[str]]:
+    """Like `load_config`, from two layers of keys that are read already.
+
+    ``count_devices(devices)`` is asked where a batch is given per device.
+    """
+    return _checked(*translate(file, command_line, count_devices))
+
+
+def make_config(
+    given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """Like `load_config`, from keys and values that are there already."""
+    return _make({}, given, environment)
+
+
+def dump_config(config: TrainConfig) -> str:
+    """The config as YAML that `load_config` reads back to an equal one."""
+    values = config.model_dump(mode="json")
+    for field in ("dataset", "eval_dataset"):
+        values[field] = _short(values[field])
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _short(entries: list[dict[str, Any]] | None) -> Any:
+    """A file that needs no more than its path is written as a path."""
+    if entries is None:
+        return None
+    filled = [{k: v for k, v in entry.items() if v is not None} for entry in entries]
+    short = [entry["path"] if set(entry) == {"path"} else entry for entry in filled]
+    return short[0] if len(short) == 1 else short
+
+
+def _make(
+    file: Mapping[str, Any],
+    command_line: Mapping[str, Any],
+    environment: Mapping[str, str] | None,
+) -> tuple[TrainConfig, list[str]]:
+    def count(devices: Any) -> int:
+        return _count_devices(devices, environment)
+
+    return _checked(*translate(file, command_line, count))
+
+
+def _checked(values: dict[str, Any], notes: list[str]) -> tuple[TrainConfig, list[str]]:
+    try:
+        config = TrainConfig.model_validate(values)
+    except ValidationError as problem:
+        raise ConfigError(_paragraph(problem)) from None
+    if config.finetuning_type == "full":
+        plain = TrainConfig.model_validate(
+            {"model_name_or_path": "-", "dataset": "-", "finetuning_type": "full"}
+        )
+        unused = [
+            field
+            for field in _LORA_ONLY
+            if field in values and getattr(config, field) != getattr(plain, field)
+        ]
+        if unused:
+            notes.append(f"not used with finetuning_type=full: {', '.join(unused)}")
+    return config, notes
+
+
+def _count_devices(devices: Any, environment: Mapping[str, str] | None) -> int:
+    """How many devices a setting names; asks torch only where it names none by itself."""
+    if isinstance(devices, int):
+        return devices
+    names = devices if isinstance(devices, list | tuple) else str(devices).split(",")
+    counted = [_NAMED.fullmatch(str(name).strip()) for name in names]
+    if all(counted):
+        return sum(int(found[1] or 1) for found in counted if found)
+    from roundpipe.device.resolve import resolve_devices  # noqa: PLC0415, torch takes seconds
+
+    found = resolve_devices(devices, environment=environment)
+    for device in found:
+        device.close()
+    return len(found)
+
+
+def _paragraph(problem: ValidationError) -> str:
+    """The first of pydantic's findings, as one of our messages."""
+    found = problem.errors(include_url=False)[0]
+    field = str(found["loc"][0]) if found["loc"] else ""
+    place = ".".join(str(part) for part in found["loc"] if not _is_variant(part))
+    if found["type"] == "missing" and field in _REQUIRED:
+        return f"no {field} is given\nhint: {_REQUIRED[field]}"
+    if found["type"] == "value_error":
+        text = str(found["ctx"]["error"]) if "ctx" in found else found["msg"]
+        return f"{place}: {text}" if place else text
+    if found["type"] == "extra_forbidden":
+        return f"unknown key: {place}\nhint: {', '.join(DatasetEntry.model_fields)}"
+    message = re.sub(r"^Input should be ", "", found["msg"])
+    message = message[:1].lower() + message[1:]
+    return f"{place}: {_value(found['input'])} is not {message}\nhint: {_way_out(field, found)}"
+
+
+def _is_variant(part: object) -> bool:
+    """Whether a piece of a location only names the alternative of a union that was tried."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float"))
+
+
+def _value(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _way_out(field: str, found: ErrorDetails) -> str:
+    info = TrainConfig.model_fields.get(field)
+    choices = [str(choice) for choice in get_args(info.annotation)] if info else []
+    if found["type"] == "literal_error":
+        near = difflib.get_close_matches(str(found["input"]), choices, n=1)
+        return f"{field}={near[0] if near else choices[0]}" if choices else "see roundpipe schema"
+    return f"{field}: {info.description}" if info else "see roundpipe schema"
