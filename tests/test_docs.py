@@ -132,10 +132,16 @@ def test_every_machine_in_the_docs_is_one() -> None:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_a_machine_file_in_the_docs_is_read(text: str) -> None:
+def test_a_machine_file_or_a_config_in_the_docs_is_read(text: str) -> None:
+    from roundpipe.finetune.settings.config import make_config
     from roundpipe.plan import machine_of
 
-    assert machine_of(yaml.safe_load(text)).num_devices >= 1
+    values = yaml.safe_load(text)
+    if "dataset" not in values:
+        assert machine_of(values).num_devices >= 1
+        return
+    config, _ = make_config({"model": "m", **values})
+    assert config.dataset
 
 
 @pytest.mark.parametrize("text", blocks("json"))
@@ -185,13 +191,14 @@ def test_the_readme_has_a_library_example_of_about_twelve_lines() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
 def test_an_example_is_a_valid_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from roundpipe.finetune.data.files import is_hub_id
     from roundpipe.finetune.settings.config import load_config
 
     monkeypatch.chdir(ROOT)
     config, notes = load_config([str(path)])
     assert notes == []
     for entry in config.dataset:
-        assert Path(entry.path).is_file()
+        assert Path(entry.path).is_file() or is_hub_id(entry)
 
 
 def test_quickstart_answers_are_right_and_in_one_style() -> None:

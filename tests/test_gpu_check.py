@@ -44,7 +44,7 @@ def test_each_check_runs_and_says_something(sections, name):
     json.dumps(rig.to_json())
 
 
-@pytest.mark.slow
+@pytest.mark.accept  # a process that imports all there is
 def test_the_whole_script_makes_a_table_and_a_file(tmp_path):
     """With the one check that needs a process of its own, for its process group."""
     file = tmp_path / "gpu.json"

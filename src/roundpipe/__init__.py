@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from roundpipe import optim, plan, sim
+    from roundpipe.checkpoint.saved import SavedCheckpoint
     from roundpipe.config import ModelExecutePlan, RoundPipeRunConfig
     from roundpipe.engine.microbatch import RoundPipePackedData
     from roundpipe.engine.pool import DevicePool
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         DeviceError,
         HostMemoryError,
         ModelError,
+        NoRoomError,
         PlanError,
         RaceError,
         RoundPipeError,
@@ -55,6 +57,7 @@ __all__ = [
     "ModelError",
     "ModelExecutePlan",
     "ModelTimer",
+    "NoRoomError",
     "OptimizerCtx",
     "PlanError",
     "RaceError",
@@ -62,6 +65,7 @@ __all__ = [
     "RoundPipeError",
     "RoundPipePackedData",
     "RoundPipeRunConfig",
+    "SavedCheckpoint",
     "StallError",
     "StepError",
     "StepResult",
@@ -97,6 +101,7 @@ def _room_of(name: str) -> str:
         "RoundPipe": "roundpipe",
         "RoundPipePackedData": "engine.microbatch",
         "RoundPipeRunConfig": "config",
+        "SavedCheckpoint": "checkpoint.saved",
         "StepResult": "engine.updates",
         "doing_recompute": "engine.recompute",
         "get_recompute_data": "engine.recompute",

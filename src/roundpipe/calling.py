@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,14 @@ from roundpipe.engine.compute import backward as run_backward
 from roundpipe.engine.generation import refuse_cache
 from roundpipe.engine.graph import Given, detached, outputs_in_graph, own_copy
 from roundpipe.engine.microbatch import Cut, config_of_call, joined
-from roundpipe.engine.random import pass_seed
+from roundpipe.engine.random import Numbering, pass_seed
 from roundpipe.engine.rows import require_rows
 from roundpipe.engine.run import Call
-from roundpipe.errors import ConfigError, ModelError
+from roundpipe.errors import ConfigError, ModelError, StepError
 from roundpipe.stored import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -56,8 +57,8 @@ class Calling(Stored):
     _stepping: Stepping
     _pool: DevicePool
     _closer: Any
-    _num_calls: Iterator[int]
-    _num_passes: Iterator[int]  # without gradient
+    _num_calls: Numbering
+    _num_passes: Numbering  # without gradient
 
     def forward_backward(
         self,
@@ -115,6 +116,18 @@ class Calling(Stored):
             set_loss(outputs, total)  # each has its share
         return loss, joined(outputs, config)
 
+    def plan_again(self) -> None:
+        """Let the next step be planned as the first one was, for microbatches of another size.
+
+        What was measured is forgotten. For after a step that did not fit: what failed is not raised
+        again, where only its `StepResult` has told it so far. Blocks until nothing is under way.
+        """
+        with contextlib.suppress(StepError):
+            self._ready()
+        self._ready()
+        self._settle()
+        self._chain.plan_again()
+
     def _loss_rule(self, config: RoundPipeRunConfig) -> LossRule:
         return LossRule(
             cut=_cut(config),
@@ -141,7 +154,11 @@ class Calling(Stored):
         )
         # Memory made in a caller's inference mode could not be written to outside it, ever.
         with torch.inference_mode(False), self._chain.interruptible():
-            run = self._chain.start_training(call, config)
+            try:
+                run = self._chain.start_training(call, config)
+            except Exception:
+                self._num_calls.made = call.step  # it was none
+                raise
             self._engine.wait_results(run)
             self._chain.making.count(asked)
         return run.losses, run.outputs
@@ -273,13 +290,19 @@ class Calling(Stored):
         if not self._closer.alive or self._pool.is_closed:
             raise ConfigError(f"{self.name} is closed\nhint: wrap the model again")
         self._engine.raise_failure()
-        self._chain.notice_recovery()
+        self._notice_recovery()
         self._refuse_changed()
         self._hide_gradients()
         trained = (({n for n, t in x.tensors.items() if t.requires_grad}, x) for x in self._layers)
         if any(names != set(layer.trainable) for names, layer in trained):
             self._settle()
             self._hide_gradients()
+
+    def _notice_recovery(self) -> None:
+        """Forget what a failure took along; given again, that draws what it would have drawn."""
+        lost = self._chain.notice_recovery()
+        if lost is not None:
+            self._num_calls.made = lost
 
     def _refuse_changed(self) -> None:
         """Raise ModelError if the module was changed past the wrapper since it was wrapped."""
@@ -312,7 +335,7 @@ class Calling(Stored):
             caller=CallerState.capture(),
             # What training draws must not hang on how often one has evaluated.
             seed=seed if is_training else pass_seed(seed),
-            step=next(self._num_calls if is_training else self._num_passes),
+            step=(self._num_calls if is_training else self._num_passes).next(),
             recompute_by_layer=config.recompute_grain == "layer",
             **more,
         )

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from roundpipe.engine.call import StepInMaking
 from roundpipe.engine.drift import DriftWatch
+from roundpipe.engine.forward_pass import ForwardPass
 from roundpipe.engine.microbatch import rows_of
 from roundpipe.engine.run import Continues
 from roundpipe.engine.updates import Update
-from roundpipe.errors import ConfigError
 from roundpipe.plan.timeline import Timeline
 from roundpipe.planner import Kind
 from roundpipe.timer import ModelTimer
@@ -41,18 +41,6 @@ if TYPE_CHECKING:
 
 _RUNS_BEFORE_MEASURED_PLAN = 2
 _REMEMBERED_RUNS = 32  # whose spans the timeline shows
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """A pass that a backward may follow: what it saved, and what must not have changed by then."""
-
-    run: Run
-    backward: Callable[[bool], Program]
-    wanted: tuple[bool, ...]
-    num_versions: int
-    num_rewrites: int
-    modes: list[bool]
 
 
 class Chain:
@@ -174,21 +162,7 @@ class Chain:
         those of the inputs that want one. Blocks until all is on the host. Raises ConfigError if
         weights or modes are not those of the pass any more.
         """
-        if forward.num_versions != self.num_versions:
-            raise ConfigError(
-                "the weights were updated between forward() and its backward()\n"
-                "hint: backward() first, then step"
-            )
-        if forward.num_rewrites != self._num_rewrites:
-            raise ConfigError(
-                "an attribute of the model was set between forward() and its backward(), which "
-                "recomputes\nhint: backward() first"
-            )
-        if forward.modes != self._flags():
-            raise ConfigError(
-                "train() or eval() came between forward() and its backward(), which recomputes\n"
-                "hint: backward() first"
-            )
+        forward.require_current(self.num_versions, self._num_rewrites, self._flags())
         top = forward.run.program.num_layers
         given = Continues(
             boundaries=forward.run.boundaries.held,
@@ -292,15 +266,30 @@ class Chain:
             self._engine.give_up(error)
             raise
 
-    def notice_recovery(self) -> None:
-        """After a failure nothing is left of the step that was being made."""
+    def notice_recovery(self) -> int | None:
+        """After a failure nothing is left of the step that was being made.
+
+        Returns the number of the first call that is to be made again, if there was one.
+        """
+        lost: int | None = None
         if self._num_recovered != self._engine.num_recovered:
             self._num_recovered = self._engine.num_recovered
+            numbers = [run.call.step for run in self.making.runs if run.is_lost(None)]
+            if self._engine.first_lost is not None:
+                numbers.append(self._engine.first_lost)
+            lost = min(numbers, default=None)
             self._late.clear()
             self.making.end()
             self._timings.clear()
             self._timer.forget()
             self._last = self._measured = None
+        return lost
+
+    def plan_again(self) -> None:
+        """Plan from sizes, and weigh them: microbatches will be others. Nothing is under way."""
+        self._planner.restart()
+        self._num_runs = 0
+        self._last = self._measured = self._sizes = None
 
     def notice_load(self) -> None:
         """The weights are others, all of one version, and buffers may be; nothing is under way."""
@@ -325,11 +314,29 @@ class Chain:
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        """Let the next run read what it would have, had nobody looked at the newest."""
+        """Let the next run read what it would have, had nobody looked at the newest.
+
+        A checkpoint that is being written reads what was kept aside, or has been waited for by
+        `show_newest`.
+        """
         for layer, values in self._late:
             for name, value in values.items():
                 layer.weights.views[name].copy_(value)
         self._late.clear()
+
+    def late_weights(self, layer: HostLayer) -> dict[str, Tensor]:
+        """The working weights that the next call reads, where those are not the newest."""
+        if self.staleness == 0:
+            return {}
+        aside = {each.index: values for each, values in self._late}
+        views = layer.weights.views
+        return aside.get(layer.index) or {name: views[name] for name in layer.trainable}
+
+    def go_on_from(self, staleness: int) -> None:
+        """Weights were loaded that are as after a step of such ``staleness``."""
+        self.making.end()
+        self.notice_load()
+        self.staleness, self._last, self._kind = staleness, None, None
 
     def catch_up(self) -> None:
         """Let the next call read the newest weights, late steps or not; nothing is under way."""

@@ -7,6 +7,7 @@ RoundPipeError
 |   +-- DeviceError   a device that was asked for cannot be used
 +-- PlanError         a schedule breaks a rule, or no plan fits
 |   +-- DeadlockError no stream of a schedule can move
+|   +-- NoRoomError   a device's memory holds no plan
 +-- HostMemoryError   host memory does not suffice (also a MemoryError)
 +-- RaceError         two accesses to one buffer are not ordered by an event
 +-- StepError         an action failed while a step ran; ``__cause__`` is what it raised
@@ -44,6 +45,10 @@ class PlanError(RoundPipeError):
 
 class DeadlockError(PlanError):
     """No stream of the schedule can move."""
+
+
+class NoRoomError(PlanError):
+    """A device's memory holds no plan of this model and microbatch."""
 
 
 class HostMemoryError(RoundPipeError, MemoryError):

@@ -26,7 +26,7 @@ from roundpipe.engine.measure import (
     weighed,
 )
 from roundpipe.engine.program import Program
-from roundpipe.errors import ConfigError, PlanError
+from roundpipe.errors import PlanError
 from roundpipe.models.buffers import statistics_in
 from roundpipe.models.ghost import declared_costs
 from roundpipe.plan.by_hand import (
@@ -36,15 +36,15 @@ from roundpipe.plan.by_hand import (
     forward_of,
     partition_in,
     partition_of,
+    require_computation,
     require_whole,
 )
 from roundpipe.plan.check import check
 from roundpipe.plan.generators import at_start_device, backward_only, forward_only
 from roundpipe.plan.passes import Options, lower_chain
-from roundpipe.plan.schedule import Schedule
 from roundpipe.sim.chosen import plan_of
 from roundpipe.sim.score import Scores
-from roundpipe.sim.search import Plan, Setting, choose, given
+from roundpipe.sim.search import Plan, Setting, choose, given, require_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from roundpipe.plan.costs import Costs
     from roundpipe.plan.machine import Machine
     from roundpipe.plan.partition import Partition
+    from roundpipe.plan.schedule import Schedule
+    from roundpipe.sim.candidate import Candidate
     from roundpipe.store.layer import HostLayer
 
     ScheduleMaker = Callable[[Costs, Machine | None, int], Schedule]
@@ -120,6 +122,7 @@ class Planner:
             self._schedule = "round_robin"
         self._keep_order(is_needed=bool(statistics_in(spec.module)))
         self._plans: dict[tuple[int, Partition | None], Plan] = {}
+        self.like: dict[int, Candidate] = {}  # whose bits plans are to have, by microbatches
         self._lowered: dict[Kind | Pass, Schedule] = {}
         self._programs: dict[tuple[Kind | Pass, int], Program] = {}
         self.restart()
@@ -221,28 +224,24 @@ class Planner:
             return given(setting, partition)
         if self._make is not None:
             return self._made(setting, self._make)
+        like = self.like.get(num_microbatches)
         try:
-            return choose(setting, self._schedule)
+            return choose(setting, self._schedule, like=like)
         except PlanError:
             if self._ground.memory_limit is not None or setting.memory_limit is None:
                 raise
             # Nothing forbids a device of the CPU to take more than its share.
-            return choose(replace(setting, memory_limit=None), self._schedule)
+            return choose(replace(setting, memory_limit=None), self._schedule, like=like)
+
+    @property
+    def candidates(self) -> dict[int, Candidate]:
+        """What was chosen, by number of microbatches: for ``like`` of a later process."""
+        chosen = ((count, plan) for (count, hand), plan in self._plans.items() if hand is None)
+        return {count: plan.candidate for count, plan in chosen if plan.made is None}
 
     def _made(self, setting: Setting, make: ScheduleMaker) -> Plan:
         made = make(self.costs, self._ground.machine, setting.microbatches)
-        if not isinstance(made, Schedule):
-            raise ConfigError(
-                f"schedule= must return a roundpipe.plan.Schedule: {type(made).__name__}"
-            )
-        wanted = {"devices": self._num_devices, "microbatches": setting.microbatches}
-        found = {"devices": made.num_devices, "microbatches": made.num_microbatches}
-        if made.is_lowered or found != wanted:
-            what = "transfers" if made.is_lowered else f"{found}, not {wanted}"
-            raise PlanError(
-                f"schedule= must return what devices compute, and no more: {what}\n"
-                "hint: return what the generators of roundpipe.plan return"
-            )
+        require_computation(made, devices=self._num_devices, microbatches=setting.microbatches)
         check([made])
         partition = partition_in(made)
         require_whole(partition, self.costs)
@@ -279,7 +278,9 @@ class Planner:
 
     def _require_layers(self) -> None:
         """Raise for an unknown schedule or a layer that cannot fit: now, not in the first step."""
-        choose(self._setting(1), self._schedule if self._schedule != "auto" else "round_robin")
+        require_plan(
+            self._setting(1), "round_robin" if self._schedule == "auto" else self._schedule
+        )
 
     # ---- programs
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 import weakref
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import nn
 
-from roundpipe.calling import Calling
 from roundpipe.chain import Chain
+from roundpipe.checkpointing import Checkpointing
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.generation import generate
 from roundpipe.engine.microbatch import config_of_call
 from roundpipe.engine.pool import DevicePool
+from roundpipe.engine.random import Numbering
 from roundpipe.engine.updates import StepResult
 from roundpipe.engine.worker import is_worker
 from roundpipe.errors import ConfigError, ModelError, RoundPipeError
@@ -28,7 +28,7 @@ from roundpipe.models.choose import spec_for
 from roundpipe.models.text_only import TextOnly
 from roundpipe.planner import Planner
 from roundpipe.stepping import Stepping
-from roundpipe.store.build import build_store, relayout
+from roundpipe.store.build import build_store, is_changed, relayout
 from roundpipe.store.frozen import packed_in
 from roundpipe.store.pages import HostPages
 from roundpipe.wrapped import with_masters
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RoundPipe(Calling):
+class RoundPipe(Checkpointing):
     """Train a model whose weights, gradients and optimizer state stay in host memory.
 
     ``model``: an ``nn.Sequential`` (its children are the layers), a Hugging Face causal LM (split
@@ -126,7 +126,7 @@ class RoundPipe(Calling):
             self._chain = Chain(self._engine, self.planner, is_eager=commit == "eager")
             undo.pop_all()
         self._reduction, self._seed, self._shown = loss_reduction, seed, []
-        self._num_calls, self._num_passes = itertools.count(), itertools.count()  # no gradient
+        self._num_calls, self._num_passes = Numbering(), Numbering()  # no gradient
         self._stepping = Stepping(
             self._layers,
             synchronize=self._settle,
@@ -293,9 +293,10 @@ class RoundPipe(Calling):
 
     def _settle(self) -> None:
         self._engine.drain()
-        self._chain.notice_recovery()
+        self._notice_recovery()
         self._chain.tell_times()
         with torch.inference_mode(False):
+            self._finish_saving(only_if=is_changed(self._layers))
             if relayout(self._layers):
                 self._chain.catch_up()  # all layers have one version again
                 self._chain.restart()
@@ -311,6 +312,7 @@ class RoundPipe(Calling):
         """
         if "_closer" not in self.__dict__ or not self._closer.alive:
             return
+        self._finish_saving()
         try:
             self._engine.drain(patient=False)
         except RoundPipeError:

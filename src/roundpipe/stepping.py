@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from roundpipe.optim.on_disk import StateOnDisk
     from roundpipe.optim.scaler import GradScaler
     from roundpipe.store.layer import HostLayer
 
@@ -74,6 +75,11 @@ class Stepping:
         found = HostOptimizer(optimizer, self._layers, state_dir=self._state_dir, resume=resume)
         self._host = found
         return found
+
+    @property
+    def on_disk(self) -> StateOnDisk | None:
+        """The files that masters and moments are in between updates, if they are."""
+        return self._host.on_disk if self._host is not None else None
 
     def _let_wait(self, optimizer: Optimizer) -> None:
         """Have saving and loading an optimizer's state wait for the updates under way."""

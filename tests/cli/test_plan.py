@@ -74,12 +74,19 @@ def test_a_config_of_another_trainer_is_planned_and_translated(
     )
     assert plan("their.yaml", "machine=2x3060,32GB") == 0
     said = capsys.readouterr().out
-    assert "· read as ours: base_model is model_name_or_path, sequence_len is max_length" in said
-    assert "· not needed here: gradient_checkpointing" in said
+    lines = [line.split() for line in said.splitlines()]
+    assert said.startswith("what became of the keys of their.yaml\n")
+    assert ["sequence_len:", "256", "→", "max_length:", "256"] in lines
+    assert ["load_in_4bit:", "true", "→", "finetuning_type:", "qlora"] in lines
+    assert ["micro_batch_size:", "1", "→", "batch_size:", "8"] in lines
+    assert "gradient_checkpointing: true" in said
+    assert "→  not needed: recompute is always on" in said
     assert "· batch_size: 8 (1 × 4 × 2 devices)" in said
+    assert "read as ours" not in said  # the table says it
     assert "SmolLM2-135M · QLoRA r=16" in said
-    assert "· load_in_4bit: true is finetuning_type: qlora" in said
-    assert "not yet: roundpipe train would refuse sample_packing: true" in said
+    assert plan("their.yaml", "machine=2x3060,32GB", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["keys"]["sequence_len"] == "max_length: 256"
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,19 @@ def python(environment: dict[str, str]) -> Callable[..., subprocess.CompletedPro
         )
 
     return run
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the program with arguments in a folder, in this process: torch is imported already."""
+    from roundpipe.cli import main
+
+    def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        capsys.readouterr()
+        code = main(arguments)
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run

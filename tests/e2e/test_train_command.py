@@ -91,13 +91,15 @@ def test_the_adapter_loads_with_stock_peft_and_changes_the_model(first: Any, pla
         assert not torch.equal(model(ids).logits, before)
 
 
-def test_the_lines_at_the_end_work_when_pasted(first: Any, python: Python, place: Path) -> None:
+def test_the_lines_at_the_end_work_when_pasted(
+    first: Any, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = first.stdout.partition("to use it in Python:\n")[2].strip()
     assert shown.startswith("from peft import PeftModel")
-    done = python("-c", shown, cwd=place)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(place)
+    exec(compile(shown, "pasted", "exec"), {"__name__": "pasted"})
     after = next(x for x in first.stdout.splitlines() if x.startswith("  after:  "))
-    assert " ".join(done.stdout.split()) == after.removeprefix("  after:  ")
+    assert " ".join(capsys.readouterr().out.split()) == after.removeprefix("  after:  ")
 
 
 def test_the_same_command_again_says_so_and_ends_well(
@@ -120,20 +122,23 @@ def test_a_changed_config_is_refused_with_each_difference(
     assert "hint: output_dir=ANOTHER" in changed.stderr
 
 
-def test_a_full_run_loads_with_stock_transformers(python: Python, place: Path) -> None:
-    done = train(python, place, "output_dir=full", "method=full", "learning_rate=1e-3")
+def test_a_full_run_loads_with_stock_transformers(
+    here: Python, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ("output_dir=full", "method=full", "learning_rate=1e-3")
+    done = here("train", "my.yaml", *changes, cwd=place)
     assert done.returncode == 0, done.stderr
     model, info = AutoModelForCausalLM.from_pretrained(place / "full", output_loading_info=True)
     assert not any(info.values()), info
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     shown = done.stdout.partition("to use it in Python:\n")[2].strip()
-    pasted = python("-c", shown, cwd=place)
-    assert pasted.returncode == 0, pasted.stderr
+    exec(compile(shown, "pasted", "exec"), {"__name__": "pasted"})
+    assert capsys.readouterr().out
 
 
-def test_a_broken_line_is_an_error_with_its_place(python: Python, place: Path) -> None:
+def test_a_broken_line_is_an_error_with_its_place(here: Python, place: Path) -> None:
     (place / "broken.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
-    done = train(python, place, "dataset=broken.jsonl", "output_dir=never")
+    done = here("train", "my.yaml", "dataset=broken.jsonl", "output_dir=never", cwd=place)
     assert done.returncode == 2
     assert re.search(r"broken\.jsonl.*line 2", done.stderr)
     assert "hint: " in done.stderr
@@ -141,7 +146,7 @@ def test_a_broken_line_is_an_error_with_its_place(python: Python, place: Path) -
     assert not (place / "never").exists()
 
 
-def test_ctrl_c_keeps_the_weights_and_exits_130(environment: dict[str, str], place: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_exits_130(environment: dict[str, str], place: Path) -> None:
     command = [sys.executable, "-m", "roundpipe", "train", "my.yaml", "output_dir=stopped"]
     with subprocess.Popen(
         [*command, "max_steps=100000", "eval_steps=100000"],
@@ -160,8 +165,9 @@ def test_ctrl_c_keeps_the_weights_and_exits_130(environment: dict[str, str], pla
         rest, errors = running.stdout.read(), running.stderr.read()
         running.wait(60)
     assert running.returncode == 130, errors
-    assert "saved stopped/interrupted" in rest
+    saved = re.search(r"^saved (stopped/checkpoint-\d+) · the same command goes on$", rest, re.M)
+    assert saved is not None
     assert 0 < (place / "stopped/timeline.json").stat().st_size < 4e6
     assert "Traceback" not in errors
     base = AutoModelForCausalLM.from_pretrained(place / "base")
-    PeftModel.from_pretrained(base, place / "stopped/interrupted")
+    PeftModel.from_pretrained(base, place / saved[1])

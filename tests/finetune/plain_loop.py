@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.finetune.data.collate import collate
+from roundpipe.finetune.data.collate import collate, cut_rows_evenly
 from roundpipe.finetune.data.dataset import load_dataset
-from roundpipe.finetune.data.length import RunLength, sample_order
+from roundpipe.finetune.data.order import Order
 from roundpipe.finetune.model.adapters import add_adapter
 from roundpipe.finetune.model.from_transformers import load_model, load_tokenizer
 from roundpipe.finetune.model.source import locate_model
@@ -25,7 +25,7 @@ def plain_run(
     """The records of every step, and the model. ``base``: in place of the config's, as loaded."""
     source = locate_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source)
-    samples = load_dataset(config, tokenizer).samples
+    dataset = load_dataset(config, tokenizer)
     model: Any = load_model(source, dtype=torch.float32) if base is None else base
     if config.finetuning_type != "full":
         model = add_adapter(model, config, source, seed=config.seed)
@@ -39,19 +39,19 @@ def plain_run(
         lr=config.learning_rate,
         foreach=False,
     )
-    length = RunLength.of(config, len(samples))
+    order = Order.of(config, dataset)
     factor = rate_factor(
         config.lr_scheduler_type,
-        num_warmup_steps=warmup_step_count(config.warmup_steps, length.total_steps),
-        total_steps=length.total_steps,
+        num_warmup_steps=warmup_step_count(config.warmup_steps, order.total_steps),
+        total_steps=order.total_steps,
     )
     records = []
-    for step, indices in enumerate(sample_order(config, length)):
-        batch = collate([samples[i] for i in indices], tokenizer.pad_token_id)
+    for step in range(order.total_steps):
+        rows = [[dataset.samples[i] for i in row] for row in order.rows(step + 1)]
+        batch = collate(rows, tokenizer.pad_token_id, packed=config.packing)
         tokens = (batch["labels"][:, 1:] != -100).sum()
         total = 0.0
-        for i in range(len(indices)):
-            part = {name: tensor[i : i + 1] for name, tensor in batch.items()}
+        for part in cut_rows_evenly((), batch, len(rows))[1]:
             loss = model(**part, num_items_in_batch=tokens, use_cache=False).loss
             loss.backward()
             total += loss.item()

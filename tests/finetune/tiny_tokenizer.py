@@ -33,6 +33,10 @@ ASKS_OTHERWISE = (  # the header that asks has a word that the conversation has 
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+CANNOT = (  # nothing that asks for an answer stands before one
+    "{% for m in messages %}{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}>>{% endif %}"
+)
 DOUBLED = "<s><s>" + CHATML
 
 _CORPUS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -118,6 +119,17 @@ def test_configs_are_shared_and_hooks_run_in_the_shell():
     call(shell, torch.ones(1, 3))
     assert shell.module.config is module.config
     assert seen == [shell.module]
+
+
+def test_no_dict_of_the_users_module_is_the_shells_too():
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    module.noted = module[1].noted = OrderedDict()  # one dict in two places
+    _, shell = shell_of(nn.Sequential(module))
+    for mine, theirs in zip(module.modules(), shell.module.modules(), strict=True):
+        for key, value in vars(mine).items():
+            if isinstance(value, dict):
+                assert vars(theirs)[key] is not value, key
+    assert shell.module.noted is shell.module[1].noted
 
 
 def test_training_flags_follow_the_user_and_the_users_module_is_left_alone():

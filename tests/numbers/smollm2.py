@@ -123,7 +123,8 @@ def batches(tokenizer, *, steps, max_length):
     Of each the last ``max_length`` tokens: the answer is at the end.
     """
     from roundpipe.finetune.data.collate import collate
-    from roundpipe.finetune.data.encode import Sample, encode
+    from roundpipe.finetune.data.encode import encode
+    from roundpipe.finetune.data.samples import Sample
     from roundpipe.finetune.settings.config import make_config
 
     with DATA.open() as lines:
@@ -136,7 +137,7 @@ def batches(tokenizer, *, steps, max_length):
     for row in rows[: steps * BATCH]:
         said = (("system", "Be brief."), ("user", row["question"]), ("assistant", row["answer"]))
         messages = [{"role": role, "content": content} for role, content in said]
-        sample = encode({"messages": messages}, tokenizer, config)
+        [sample] = encode({"messages": messages}, tokenizer, config)
         samples.append(Sample(sample.input_ids[-max_length:], sample.labels[-max_length:]))
     return [
         collate(samples[first : first + BATCH], tokenizer.pad_token_id)

@@ -134,10 +134,8 @@ def test_replicas_are_said_in_few_words() -> None:
     assert copies(4, 8, 2) == "; devices at once: forward 4, fused 8, backward 2"
 
 
-def test_notes_stand_first_and_what_training_refuses_last() -> None:
-    lines = forecast_lines(replace(FITS, notes=("a note",), later=("packing: true", "x: 1")))
-    assert lines[0] == "· a note"
-    assert lines[-1] == "not yet: roundpipe train would refuse packing: true, x: 1"
+def test_notes_stand_first() -> None:
+    assert forecast_lines(replace(FITS, notes=("a note",)))[0] == "· a note"
 
 
 def test_json_has_exactly_the_promised_keys() -> None:

@@ -9,7 +9,7 @@ from roundpipe.plan.check import check
 from roundpipe.plan.costs import Costs, LayerCost
 from roundpipe.plan.machine import Card, Host, Link, Machine
 from roundpipe.plan.passes import Options, lower_chain
-from roundpipe.sim.search import Setting, choose
+from roundpipe.sim.search import Setting, choose, require_plan
 
 GB = 10**9
 
@@ -138,3 +138,18 @@ def test_what_fits_in_rounds_alone_runs_in_rounds():
     assert plan.candidate.rounds > 1
     with pytest.raises(PlanError):  # its bits promise one round
         choose(setting_of(devices=1, microbatches=64, costs=costs, machine=machine), "round_robin")
+
+
+@pytest.mark.parametrize("name", ["auto", "round_robin", "hybrid", "replicated", "gpipe", "other"])
+@pytest.mark.parametrize("limit", [24 * GB, 3 * GB, GB, GB // 4])
+def test_what_is_refused_is_refused_before_the_best_is_looked_for(name, limit):
+    setting = setting_of(devices=2, microbatches=4, costs=costs_of(4), memory_limit=limit)
+
+    def refusal(ask):
+        try:
+            ask(setting, name)
+        except (ConfigError, PlanError) as error:
+            return type(error), str(error)
+        return None
+
+    assert refusal(require_plan) == refusal(choose)

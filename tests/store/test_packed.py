@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from bitsandbytes import functional
@@ -79,20 +76,6 @@ def test_values_that_are_not_finite_are_refused_by_name():
     tensor[2, 3] = float("nan")
     with pytest.raises(ModelError, match="not finite cannot be packed: some"):
         pack("some.weight", tensor)
-
-
-@pytest.mark.slow  # a process that imports torch
-def test_importing_bitsandbytes_waits_for_its_first_use_and_says_nothing():
-    code = (
-        "import sys, torch, roundpipe.store.build, roundpipe.store.packed as p\n"
-        "assert 'bitsandbytes' not in sys.modules\n"
-        "how, parts = p.pack('w', torch.ones(2, 64))\n"
-        "how.unpack(parts)\n"
-        "import logging\n"
-        "assert not logging.getLogger('bitsandbytes.backends.cpu.ops').filters\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (4, 64, 96), (10, 192), (3, 32), (65, 33)])

@@ -3,11 +3,13 @@
 Nothing heavy is imported here: ``roundpipe --help`` answers before torch could be found. A command
 imports what it needs when it runs, after it has refused what can be refused without.
 
-Exit codes: 0 done, 2 bad config, data or environment, 3 will not fit, 130 Ctrl-C, 1 anything else.
+Exit codes: 0 done · 2 bad config, data or environment · 3 will not fit · 129, 130, 143 a terminal
+that hung up, Ctrl-C, SIGTERM · 1 anything else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
+_SIGNALLED = 128  # exit codes above this: the number of a signal is added to it
 _TRAIN_USAGE = "roundpipe train [FILE] [key=value | --key value | --key=value …]"
 
 app = typer.Typer(
@@ -35,11 +38,32 @@ app = typer.Typer(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    code: object = 0
     try:
         app(args=arguments, prog_name="roundpipe")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+        code = end.code
+    _forget_broken_pipes()
+    number = code if isinstance(code, int) else int(code is not None)
+    if argv is None and number > _SIGNALLED:
+        os._exit(number)  # at once: libraries' threads may be at something that takes minutes
+    return number
+
+
+def _forget_broken_pipes() -> None:
+    """Write what is left to write; Python would end with an error of its own at a reader gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _say(text: str) -> None:
+    """Show a line on stderr, if anybody is there to read it."""
+    with contextlib.suppress(OSError, ValueError):
+        typer.echo(text, err=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -85,7 +109,22 @@ def plan(context: typer.Context) -> None:
     _guarded(lambda: _plan(context.args))
 
 
-@app.command(help="Print the keys of a config as JSON schema: type, default, meaning.")
+@app.command(
+    context_settings=_RAW,
+    options_metavar="MODEL DATA [key=value …] [-o FILE]",
+    help="Write a first config for a model and a dataset, with values that fit this machine and "
+    "this data, each with a comment that says why. To the terminal, or with -o to a new file.",
+    epilog="roundpipe init Qwen/Qwen3-0.6B my.jsonl -o my.yaml",
+)
+def init(context: typer.Context) -> None:
+    """Write a commented config."""
+    _guarded(lambda: _init(context.args))
+
+
+@app.command(
+    help="Print the keys of a config as JSON schema: type, default, meaning, other names. Editors "
+    "check a config against it: # yaml-language-server: $schema=FILE"
+)
 def schema() -> None:
     """Print the JSON schema of a config."""
     _guarded(_print_schema)
@@ -125,17 +164,26 @@ def _train(arguments: list[str]) -> int:
     _refuse_launchers()
     if not arguments:
         raise ConfigError(f"no config: nothing to train\nhint: {_TRAIN_USAGE}")
-    from roundpipe.finetune.settings.config import load_config  # noqa: PLC0415, pydantic
+    from roundpipe.finetune.run.signals import leave_at_once, listening  # noqa: PLC0415
 
-    config, notes = load_config(arguments, environment=os.environ)
-    from roundpipe.finetune.run import loop  # noqa: PLC0415, torch
+    with listening(leave_at_once) as stop:
+        from roundpipe.finetune.settings.config import load_config  # noqa: PLC0415, pydantic
 
-    loop.train(config, notes, environment=os.environ)
+        config, notes = load_config(arguments, environment=os.environ)
+        from roundpipe.finetune.run import loop  # noqa: PLC0415, pydantic
+
+        loop.train(config, notes, environment=os.environ, stop=stop)
     return 0
 
 
 def _plan(arguments: list[str]) -> int:
     from roundpipe.cli.plan import run  # noqa: PLC0415, pydantic
+
+    return run(arguments, environment=os.environ)
+
+
+def _init(arguments: list[str]) -> int:
+    from roundpipe.cli.init import run  # noqa: PLC0415, pydantic
 
     return run(arguments, environment=os.environ)
 
@@ -155,9 +203,9 @@ def _doctor(arguments: list[str]) -> int:
 def _print_schema() -> int:
     import json  # noqa: PLC0415
 
-    from roundpipe.finetune.settings.config import TrainConfig  # noqa: PLC0415, pydantic
+    from roundpipe.finetune.settings.schema import json_schema  # noqa: PLC0415, pydantic
 
-    typer.echo(json.dumps(TrainConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return 0
 
 
@@ -185,15 +233,16 @@ def _guarded(command: Callable[[], int]) -> None:
         code = command()
     except RoundPipeError as problem:
         if os.environ.get("ROUNDPIPE_DEBUG"):
-            traceback.print_exc()
-        typer.echo(str(problem).replace("\nhint:", "\n  hint:"), err=True)
+            _say(traceback.format_exc())
+        _say(str(problem).replace("\nhint:", "\n  hint:"))
         code = _code(problem)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        code = 130
+    except KeyboardInterrupt as end:
+        if not getattr(end, "is_told", False):
+            _say("interrupted")
+        code = getattr(end, "exit_code", 130)
     except Exception:  # the last frame of the program
-        traceback.print_exc()
-        typer.echo("this is not your mistake: please report it with the lines above", err=True)
+        _say(traceback.format_exc())
+        _say("this is not your mistake: please report it with the lines above")
         code = 1
     raise typer.Exit(code)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from roundpipe.finetune.forecast.forecast import forecast, planned_machine
 from roundpipe.finetune.forecast.wish import read_wish
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.settings import keys
+from roundpipe.finetune.settings.account import account_lines
 from roundpipe.finetune.settings.parse import parse_argv, read_file
 from roundpipe.finetune.settings.translate import KNOWN
 from roundpipe.report.forecast_text import forecast_lines, table_lines
@@ -50,7 +51,7 @@ def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
     """Run the command; the exit code is 3 where the job does not fit. Raises ConfigError."""
     file, values = parse_argv(arguments, known=KNOWN.union(_OPTIONS))
     wanted = _wanted(values)
-    in_file = read_file(file) if file is not None else {}
+    in_file = read_file(file, environment) if file is not None else {}
     if file is None and values.keys() <= _TABLE_KEYS:
         return _table(values, wanted, environment)
     terminal = Terminal(sys.stderr)
@@ -71,14 +72,19 @@ def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
         raise ConfigError(
             "no model_name_or_path is given\nhint: model=Qwen/Qwen3-8B, a folder or a config.json"
         )
+    table = account_lines(wish.keys) if file is not None else []
+    if table:
+        wish = replace(wish, notes=wish.beyond)
     found = forecast(wish, machine(), environment=environment, waiting=terminal.waiting)
     if wanted.is_played and found.speed is not None:
         with terminal.waiting("playing some steps"):
             found = _played(found, wanted)
     if wanted.as_json:
-        typer.echo(json.dumps(found.forecast.as_values(), indent=2))
+        became = {each.key: each.text for each in wish.keys}
+        typer.echo(json.dumps({**found.forecast.as_values(), "keys": became}, indent=2))
     else:
-        show(forecast_lines(found.forecast, why=wanted.why))
+        head = [f"what became of the keys of {file}", *table, ""] if table else []
+        show([*head, *forecast_lines(found.forecast, why=wanted.why)])
     return 0 if found.forecast.fits else _DOES_NOT_FIT
 
 

@@ -109,6 +109,11 @@ def card_facts(device: torch.device) -> CardFacts:
     return CardFacts(properties.name, total, free, where, properties.multi_processor_count)
 
 
+def peak_bytes_of(device: torch.device) -> int:
+    """The most that torch's allocator has had in use on a card since the process began."""
+    return int(torch.cuda.max_memory_allocated(device))
+
+
 class CudaEvent:
     """A CUDA event; ``event`` has been recorded."""
 

@@ -10,6 +10,7 @@ threads two workers on one card would share one, and a node of ours that blocks 
 from __future__ import annotations
 
 import time
+from collections.abc import MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,14 @@ def _cut(
     return boundary, inputs, leaves
 
 
+def _drop_logits(output: Any) -> None:
+    """Take the logits out of a causal LM's output that has a loss: nobody asked for them."""
+    if isinstance(output, MutableMapping) and isinstance(output.get("loss"), torch.Tensor):
+        for name in output:
+            if "logits" in name and isinstance(output[name], torch.Tensor):
+                output[name] = None
+
+
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run autograd from ``outputs`` here, in this thread. See [Note: autograd's threads]."""
     pairs = [
@@ -193,6 +202,8 @@ class Compute:
                 kept[layer] = of_layer
             if layer + 1 in sends:
                 leaving[layer + 1] = boundary
+        if run.program.num_layers in leaving and not run.call.wants_logits:
+            _drop_logits(boundary)
         if key in run.program.kept:
             self.model.kept[visit.layers.stop, microbatch] = boundary
         if leaving:

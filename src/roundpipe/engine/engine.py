@@ -95,6 +95,7 @@ class Engine:
         self._failed: Run | None = None
         self._is_told = False  # whether the failure was raised, though something still hangs
         self.num_recovered = 0  # failures whose steps have been forgotten
+        self.first_lost: int | None = None  # the number of the first call that the last took along
         self._streams: dict[int, set[str]] = {}
         self._idle: Event | None = None  # everything before the last drain
 
@@ -155,8 +156,7 @@ class Engine:
         self._active = [*others, (run, update)]  # a drain since the call has taken it out
         if run.failure is not None:
             update.fail(run.failure)
-        items = run.program.at_step
-        if not items:  # nothing is trained
+        if not (items := run.program.at_step):  # nothing is trained
             update.nothing_to_do()
         self.pool.worker(HOST).put(functools.partial(self._issuer.issue, run, HOST, items))
 
@@ -255,6 +255,8 @@ class Engine:
         else:
             self.state.take_back()
         note = self._finish_updates()
+        lost = (run.call.step for run, update in self._active if run.is_lost(update))
+        self.first_lost = min(lost, default=None)
         self._forget_in_flight()
         self._failed, self._is_told = None, False
         self.num_recovered += 1

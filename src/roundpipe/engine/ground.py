@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from roundpipe.device.accumulation import adds_up_in_fp16
 from roundpipe.device.emulated import EmulatedDevice
 from roundpipe.device.host_memory import host_memory
 from roundpipe.device.survey import survey_devices
@@ -26,6 +27,7 @@ _CPU_COPY_SECONDS_PER_BYTE = 1.5e-10
 _KEPT_SHARE, _KEPT_BYTES = 0.06, 256 << 20
 _HOST_SHARE = 0.6  # of free host memory that all CPU devices together may hold
 _ALIKE = 0.02  # devices whose rates differ by less are alike
+_HALF = "fp16_fp16"  # where products are added up in fp16
 _ARITHMETIC = ("bf16", "fp16", "tf32", "fp32")  # which rates tell devices apart, best first
 
 
@@ -59,7 +61,8 @@ class Ground:
     def flops(self) -> float:
         """What the first device computes in a second; 0 if unknown."""
         card = self.machine.cards[0] if self.machine is not None else None
-        rates = [] if card is None else [card.flops.get(name, 0.0) for name in _ARITHMETIC]
+        names = (_HALF, *_ARITHMETIC) if adds_up_in_fp16() else _ARITHMETIC
+        rates = [] if card is None else [card.flops.get(name, 0.0) for name in names]
         return next((rate for rate in rates if rate), 0.0)
 
 

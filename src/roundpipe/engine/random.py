@@ -53,6 +53,18 @@ class _Loans:
 _LOANS = _Loans()
 
 
+class Numbering:
+    """The numbers of calls, of which their draws depend; ``made``: how many there were."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def next(self) -> int:
+        """The number of the next call."""
+        self.made += 1
+        return self.made - 1
+
+
 def layer_seed(seed: int, step: int, layer: int, microbatch: int) -> int:
     """The seed of one layer's draws for one microbatch: 63 bits of a hash of the four numbers."""
     text = f"{seed} {step} {layer} {microbatch}".encode()

@@ -234,6 +234,10 @@ class Run:
                 handover.abandon(reason)
         self.ready.set()
 
+    def is_lost(self, update: Update | None) -> bool:
+        """Whether it was to train, and ``update``, which followed it, has not committed."""
+        return self.call.loss is not None and (update is None or not update.is_committed)
+
     def is_over(self) -> bool:
         """Whether all its actions have run."""
         lasts = [queue[-1] for queue in self.program.schedule.streams.values() if queue]

@@ -111,6 +111,7 @@ class BufferState:
         for layer, values in self._made.items():
             for name, value in values.items():
                 there = self._place(layer, name)
+                self._layers[layer].wait_unread()
                 if (layer, name) not in self._before:
                     self._before[layer, name] = there.clone()
                 there.copy_(value)
@@ -127,6 +128,7 @@ class BufferState:
     def take_back(self) -> None:
         """The step in making has failed: all is as the last step left it."""
         for (layer, name), value in self._before.items():
+            self._layers[layer].wait_unread()
             self._place(layer, name).copy_(value)
         self._made.clear()
         self.commit()

@@ -42,6 +42,8 @@ class StepFunction:
         Without ``publish`` masters must have been split. Raises ConfigError for mistake 1 above.
         """
         for layer in self._layers:
+            layer.wait_unread()
+        for layer in self._layers:
             for name, gradient in layer.take_gradients().items():
                 master = layer.masters[name]
                 gradient = gradient.to(master.dtype)  # noqa: PLW2901

@@ -12,6 +12,7 @@ own function. Where groups taken one by one do not give what the whole would, al
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import tempfile
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ from roundpipe.models.loading.write_shards import plan_shards, write_index, writ
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from roundpipe.durable import Fingerprint
+
     Meta = dict[str, Tensor]  # tensors without data, by name in the files
 
 SHARD_BYTES = 5 << 30
+ADAPTER_FILE = "adapter_model.safetensors"
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -44,17 +48,28 @@ class _Group:
 
 def save(
     folder: Path, model: Any, weights: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write a model by `save_model`, or the adapter that peft has put on one by `save_adapter`."""
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        save_adapter(folder, model, weights)
-    else:
-        save_model(folder, model, weights, shard_bytes=shard_bytes)
+) -> dict[str, Fingerprint]:
+    """Write a model by `save_model`, or the adapter that peft has put on one by `save_adapter`.
+
+    Returns what was written of weights, by the files' names.
+    """
+    if _is_adapted(model):
+        return save_adapter(folder, model, weights)
+    return save_model(folder, model, weights, shard_bytes=shard_bytes)
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Whether `save` knows how stock libraries would write it."""
+    return _is_adapted(model) or (hasattr(model, "save_pretrained") and hasattr(model, "config"))
+
+
+def _is_adapted(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def save_model(
     folder: Path, model: Any, weights: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES
-) -> None:
+) -> dict[str, Fingerprint]:
     """Write a transformers model as its own class and names would be: config and safetensors.
 
     ``weights``: by the names of ``model.state_dict()``, each asked for when it is written and
@@ -67,18 +82,22 @@ def save_model(
     with _moved_when_whole(folder) as place:
         with _no_progress_bar():
             model.save_pretrained(place, state_dict={})  # all but the weights
-        with _mapping_of(model), torch.no_grad():
+        model = _with_mapping(model)
+        with torch.no_grad():
             groups = _groups(model, _stripped(model))
             shards = plan_shards([group.made for group in groups], shard_bytes)
+            written = {}
             for number, shard in enumerate(shards):
                 parts = (_made(model, groups[index], weights) for index in shard.groups)
-                write_shard(place / shard.file_name(number, len(shards)), shard.tensors, parts)
+                name = shard.file_name(number, len(shards))
+                written[name] = write_shard(place / name, shard.tensors, parts)
         write_index(place, shards)
+    return written
 
 
 def save_adapter(
     folder: Path, model: Any, weights: Mapping[str, Tensor], *, adapter: str | None = None
-) -> None:
+) -> dict[str, Fingerprint]:
     """Write an adapter of peft alone, with the names that stock peft loads, and its config.
 
     ``weights``: the trained ones at least, by the names of ``model``. Embeddings whose number of
@@ -88,18 +107,16 @@ def save_adapter(
     name = model.active_adapter if adapter is None else adapter
     tensors = _of_adapter(model, name, weights)
     shards = plan_shards([{key: _bare(tensor) for key, tensor in tensors.items()}], None)
-    config = model.peft_config[name]
+    config = copy.copy(model.peft_config[name])
+    config.inference_mode = True
     generation = getattr(model.get_base_model(), "generation_config", None)
-    was_inference = config.inference_mode
     with _moved_when_whole(folder) as place:
-        write_shard(place / "adapter_model.safetensors", shards[0].tensors, [tensors])
-        config.inference_mode = True
-        try:
-            config.save_pretrained(str(place))
-        finally:
-            config.inference_mode = was_inference
+        file = place / ADAPTER_FILE
+        written = write_shard(file, shards[0].tensors, [tensors])
+        config.save_pretrained(str(place))
         if generation is not None:
             generation.save_pretrained(place)
+    return {file.name: written}
 
 
 def _of_adapter(model: Any, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,7 +175,7 @@ def _moved_when_whole(folder: Path) -> Iterator[Path]:
 
 
 def _require_transformers(model: Any) -> None:
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+    if not is_of_transformers(model):
         raise ConfigError(
             f"not a model of transformers: {type(model).__name__}\n"
             "hint: torch.save(model.state_dict(), path)"
@@ -221,27 +238,24 @@ def _reverted(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return reverted
 
 
-@contextlib.contextmanager
-def _mapping_of(model: Any) -> Iterator[None]:
-    """Have the conversions that saving reverts at hand, which transformers finds anew each time.
+def _with_mapping(model: Any) -> Any:
+    """The model with the conversions that saving reverts, which transformers finds anew each time.
 
     They are those that were used when the model was loaded. A model that was never loaded gets
-    those of its class, but none that adds a prefix: nobody knows of one.
+    those of its class, but none that adds a prefix: nobody knows of one. Or rather a shallow copy
+    does: the model itself may be in training meanwhile.
     """
     if getattr(model, "_weight_conversions", None) is not None:
-        yield
-        return
+        return model
     from transformers.conversion_mapping import (  # noqa: PLC0415 (imports late)
         get_model_conversion_mapping,
     )
     from transformers.core_model_loading import PrefixChange  # noqa: PLC0415
 
     found = get_model_conversion_mapping(model, add_legacy=False)
+    model = copy.copy(model)
     model._weight_conversions = [each for each in found if not isinstance(each, PrefixChange)]
-    try:
-        yield
-    finally:
-        del model._weight_conversions
+    return model
 
 
 @contextlib.contextmanager

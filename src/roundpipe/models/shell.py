@@ -16,6 +16,7 @@ whoever collects gradients may hold on to it). Three things a deep copy would ge
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
+_PLAIN = (bool, int, float, str)
 
 
 class TensorNames:
@@ -132,10 +134,14 @@ def _is_config(value: object) -> bool:
 def _share_attributes(module: nn.Module, memo: _Memo, device: torch.device) -> None:
     """Map tensors and configs among a module's plain attributes to themselves.
 
-    A tensor that is neither parameter nor buffer goes to the device once, with the shell.
+    A tensor that is neither parameter nor buffer goes to the device once, with the shell. A module
+    has a dozen empty dicts of hooks, and deepcopy is slow with each: they get new ones here.
     """
     for key, value in module.__dict__.items():
-        if key in _TENSOR_DICTS:
+        if value is None or key in _TENSOR_DICTS or type(value) in _PLAIN:
+            continue
+        if type(value) is OrderedDict and not value:
+            memo[id(value)] = OrderedDict()
             continue
         entries: Iterable[Any] = (value,)
         if isinstance(value, dict):

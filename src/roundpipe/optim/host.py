@@ -155,13 +155,14 @@ class LayeredUpdate:
         Also writes its working weights, unless ``publish`` is False: then masters must have been
         split. Parameters without a gradient are neither decayed nor stepped. Clears the layer's
         gradients at the end. After a failure a second call goes on with the parameter that failed;
-        once the layer is done, further calls do nothing. Where state is on disk it blocks until
-        the layer's has been read, and raises what `StateOnDisk` raises.
+        once the layer is done, further calls do nothing. Blocks while somebody reads the layer, and
+        where state is on disk until the layer's has been read; raises what `StateOnDisk` raises.
         """
         left = self._left.get(index)
         if left is None:
             return
         layer = self._layers[index]
+        layer.wait_unread()
         gradients = layer.take_gradients()
         if self._on_disk is not None and not gradients.keys().isdisjoint(left):
             self._on_disk.bring(index)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import torch
 
-from roundpipe.durable import sync
+from roundpipe.durable import sync, write_text
 from roundpipe.errors import ConfigError
 from roundpipe.optim.state_file import DamagedError, check_state, checksum_of
 
@@ -68,11 +68,7 @@ def write_manifest(folder: Path, optimizer: Optimizer, layers: Sequence[HostLaye
         "checksums": files,
         "weights": _weight_checksums(layers),
     }
-    text = json.dumps(content, indent=1)
-    beside = folder / (MANIFEST + ".tmp")
-    beside.write_text(text)
-    sync(beside)
-    beside.replace(folder / MANIFEST)
+    write_text(folder / MANIFEST, json.dumps(content, indent=1))
     sync(folder)
 
 

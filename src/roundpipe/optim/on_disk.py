@@ -157,11 +157,18 @@ class StateOnDisk:
     def tensors(self, index: int) -> Mapping[str, Tensor]:
         """A layer's state by ``parameter name.key``, key ``master`` for masters that are away.
 
-        Reads it if it is away, and keeps nothing of it. No update may be under way.
+        Reads it if it is away, and keeps nothing of it. The layer must not be being updated.
         """
+        return self.content(index).tensors
+
+    def content(self, index: int) -> Content:
+        """The same, and what is not a tensor beside it."""
         away = self._away.get(index)
-        here, _ = self._state_of(self._layers[index])
-        return here if away is None else {**_fetch(away).tensors, **here}
+        here = Content(*self._state_of(self._layers[index]))
+        if away is None:
+            return here
+        there = _fetch(away)
+        return Content({**there.tensors, **here.tensors}, {**there.plain, **here.plain})
 
     def close(self, *, is_whole: bool = True) -> None:
         """Write what is in memory, wait for it, and leave a folder that can be resumed from.

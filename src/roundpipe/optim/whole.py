@@ -40,8 +40,11 @@ class WholeUpdate:
 
         Then casts them into the working weights, unless ``publish`` is False (masters must have
         been split), and clears all gradients. Masters without a gradient have ``grad`` None. Not
-        resumable: what a failure of the optimizer leaves behind is up to the optimizer.
+        resumable: what a failure of the optimizer leaves behind is up to the optimizer. Blocks
+        while somebody reads a layer.
         """
+        for layer in self._layers:
+            layer.wait_unread()
         masters = [m for layer in self._layers for m in self._give_gradients(layer, grad_scale)]
         assert publish or not any(x.is_alias(n) for x in self._layers for n in x.masters)
         try:

@@ -57,6 +57,20 @@ def backward_part(by_hand: ModelExecutePlan) -> ModelExecutePlan:
     return replace(by_hand, fwd_plan=below)
 
 
+def require_computation(made: object, *, devices: int, microbatches: int) -> None:
+    """Raise ConfigError or PlanError unless a schedule of somebody's own says what devices do."""
+    if not isinstance(made, Schedule):
+        raise ConfigError(f"schedule= must return a roundpipe.plan.Schedule: {type(made).__name__}")
+    wanted = {"devices": devices, "microbatches": microbatches}
+    found = {"devices": made.num_devices, "microbatches": made.num_microbatches}
+    if made.is_lowered or found != wanted:
+        what = "transfers" if made.is_lowered else f"{found}, not {wanted}"
+        raise PlanError(
+            f"schedule= must return what devices compute, and no more: {what}\n"
+            "hint: return what the generators of roundpipe.plan return"
+        )
+
+
 def require_whole(partition: Partition, costs: Costs) -> None:
     """Raise PlanError if stages leave out the last layer, or one that is trained."""
     lowest = costs.first_trainable

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roundpipe.errors import PlanError
+from roundpipe.errors import NoRoomError
 from roundpipe.plan.schedule import Phase
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Room:
         return self.needs(layers, phase) <= self.limit
 
     def require(self, layers: range, phase: Phase) -> None:
-        """Raise PlanError, with what is needed and the way out, if a stage does not fit."""
+        """Raise NoRoomError, with what is needed and the way out, if a stage does not fit."""
         if self.holds(layers, phase):
             return
         need = self.needs(layers, phase)
@@ -97,7 +97,7 @@ class Room:
         left = self.limit - (need - activations)
         if left > 0:
             hints.append(f"num_microbatch {-(-activations // left)} times as large")
-        raise PlanError(
+        raise NoRoomError(
             f"{what} not fit {where}: {need} bytes of {self.limit}\nhint: {', or '.join(hints)}"
         )
 
@@ -105,8 +105,8 @@ class Room:
 def room_of(costs: Costs, limit: int, num_fused: int, *, apart: bool = False) -> Room:
     """The room of every stage below so many fused layers.
 
-    The fused stage must fit twice or, ``apart``, beside each of the others. Raises PlanError if it
-    does not, or if one of the layers below does not fit as a stage of its own.
+    The fused stage must fit twice or, ``apart``, beside each of the others. Raises NoRoomError if
+    it does not, or if one of the layers below does not fit as a stage of its own.
     """
     below = costs.num_layers - num_fused
     fused = range(below, costs.num_layers)
@@ -126,7 +126,7 @@ def room_of(costs: Costs, limit: int, num_fused: int, *, apart: bool = False) ->
 
 
 def require_layers(room: Room, layers: Iterable[int]) -> None:
-    """Raise PlanError for the first layer that does not fit as a stage of its own.
+    """Raise NoRoomError for the first layer that does not fit as a stage of its own.
 
     A layer that backward reaches takes most in backward.
     """

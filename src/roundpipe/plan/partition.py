@@ -327,3 +327,20 @@ def _least_limits(limits: list[int], count: Callable[[int], int]) -> list[int]:
         between = count(limits[middle])
         pending += [(low, most, middle, between), (middle, between, high, fewest)]
     return sorted(found, reverse=True)
+
+
+def even_stages(costs: Costs, count: int) -> list[range]:
+    """So many consecutive stages, each about its share of the work that is left."""
+    work = [2 * layer.forward_seconds + layer.backward_seconds for layer in costs.layers]
+    count = min(count, len(work))
+    stages, start = [], 0
+    for left in range(count, 0, -1):
+        share = sum(work[start:]) / left
+        ends = range(start + 1, len(work) - left + 2)
+        first = start
+        end = (
+            min(ends, key=lambda end: abs(sum(work[first:end]) - share)) if left > 1 else len(work)
+        )
+        stages.append(range(start, end))
+        start = end
+    return stages

@@ -6,7 +6,7 @@ from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ class Forecast:
     hints: tuple[Hint, ...] = ()
     reasons: Reasons | None = None
     notes: tuple[str, ...] = ()
-    later: tuple[str, ...] = field(default=())  # that training would refuse
     problem: str = ""  # with the schedule that was asked for: no plan of it fits
 
     @property

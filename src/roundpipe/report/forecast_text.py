@@ -29,10 +29,7 @@ def forecast_lines(forecast: Forecast, *, why: bool = False) -> list[str]:
     lines.append(_line("longest", _longest(forecast)))
     if why and pace is not None:
         lines += ["", *_why(pace, forecast.reasons)]
-    lines += _verdict(forecast)
-    if forecast.later:
-        lines.append(f"not yet: roundpipe train would refuse {', '.join(forecast.later)}")
-    return lines
+    return lines + _verdict(forecast)
 
 
 def _line(label: str, text: str) -> str:

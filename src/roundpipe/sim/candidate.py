@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from roundpipe.plan.baselines import gpipe
 from roundpipe.plan.generators import (
@@ -14,13 +14,13 @@ from roundpipe.plan.generators import (
     deals_on,
     round_robin,
 )
+from roundpipe.plan.partition import Partition
 from roundpipe.plan.schedule import Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from roundpipe.plan.costs import Costs
-    from roundpipe.plan.partition import Partition
     from roundpipe.plan.schedule import Visit
 
 
@@ -100,6 +100,27 @@ class Candidate:
             replicas=Replicas(forward, fused, backward),
             deal="earliest" if is_shared else "cyclic",
         )
+
+    def as_plain(self) -> dict[str, Any]:
+        """The same in plain values, for a file; see `of_plain`."""
+        return {**asdict(self), "partition": {
+            "forward": [[stage.start, stage.stop] for stage in self.partition.forward],
+            "fused": [self.partition.fused.start, self.partition.fused.stop],
+            "backward": [[stage.start, stage.stop] for stage in self.partition.backward],
+        }}  # fmt: skip
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Candidate:
+        """Read one back; raises PlanError, TypeError or KeyError for anything else."""
+        cut = plain["partition"]
+        partition = Partition(
+            tuple(range(*stage) for stage in cut["forward"]),
+            range(*cut["fused"]),
+            tuple(range(*stage) for stage in cut["backward"]),
+        )
+        speeds = None if plain["speeds"] is None else tuple(plain["speeds"])
+        replicas = Replicas(**plain["replicas"])
+        return cls(**{**plain, "partition": partition, "replicas": replicas, "speeds": speeds})
 
     def __str__(self) -> str:
         r = self.replicas

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
-from roundpipe.errors import ConfigError, PlanError
+from roundpipe.errors import ConfigError, NoRoomError, PlanError
 from roundpipe.plan.generators import Replicas
 from roundpipe.plan.memory import room_of
-from roundpipe.plan.partition import Partition, front, fused_choices, layer_by_layer
+from roundpipe.plan.partition import Partition, even_stages, front, fused_choices, layer_by_layer
 from roundpipe.plan.uneven import UnevenDevices, split_forward, tapered, uneven_front
 from roundpipe.sim.candidate import Candidate
 from roundpipe.sim.chosen import Plan, plan_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from roundpipe.plan.generators import DealName
     from roundpipe.plan.shares import Favours
 
-__all__ = ["Plan", "ScheduleName", "Setting", "choose", "given"]
+__all__ = ["Plan", "ScheduleName", "Setting", "choose", "given", "require_plan"]
 
 ScheduleName = Literal["auto", "round_robin", "hybrid", "replicated", "gpipe"]
 _NEAR = 0.01  # plans closer than this are as good as each other
@@ -70,6 +70,16 @@ def choose(setting: Setting, name: str = "auto", *, like: Candidate | None = Non
                 found = shared
     search.require(found)
     return search.plan(found)
+
+
+def require_plan(setting: Setting, name: str = "auto") -> None:
+    """Raise what ``choose`` would, in a part of its time: where a first try fits, the best does."""
+    copies = {"replicated": (setting.devices,) * 3}.get(name, (1, 1, 1))
+    if name in get_args(ScheduleName) and name != "gpipe":
+        search = _Search(setting)
+        if math.isfinite(search.scores.of(search.start(copies))):
+            return
+    choose(setting, name)
 
 
 def _choose_alike(setting: Setting, like: Candidate) -> Plan:
@@ -329,7 +339,7 @@ class _Search:
     def bound(self) -> Candidate:
         """GPipe: one stage a device, as even as layers allow."""
         count = self.setting.devices
-        cuts = _even_stages(self.setting.costs, count)
+        cuts = even_stages(self.setting.costs, count)
         partition = Partition(tuple(cuts[:-1]), cuts[-1], tuple(cuts[-2::-1]))
         lowest = self.setting.costs.first_trainable
         below = [s for s in partition.backward if lowest is not None and s.stop > lowest]
@@ -339,13 +349,13 @@ class _Search:
     # ---- the end
 
     def require(self, candidate: Candidate) -> None:
-        """Raise PlanError, with the way out, if even the best of all found does not fit."""
+        """Raise NoRoomError, with the way out, if even the best of all found does not fit."""
         if math.isfinite(self.scores.of(candidate)):
             return
         if self.scores.refusal is not None:
             raise self.scores.refusal
         need, limit = self.scores.least_bytes, self.setting.device_bytes
-        raise PlanError(
+        raise NoRoomError(
             f"no plan fits on the device: {need} bytes of {limit}\n"
             f"hint: device_memory_limit={need} if the device has it, or num_microbatch=… for "
             "smaller ones"
@@ -381,20 +391,3 @@ def given(setting: Setting, partition: Partition, replicas: Replicas | None = No
 def _both(costs: Costs, stage: range) -> float:
     layers = costs.layers[stage.start : stage.stop]
     return sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
-
-
-def _even_stages(costs: Costs, count: int) -> list[range]:
-    """So many consecutive stages, each about its share of the work that is left."""
-    work = [2 * layer.forward_seconds + layer.backward_seconds for layer in costs.layers]
-    count = min(count, len(work))
-    stages, start = [], 0
-    for left in range(count, 0, -1):
-        share = sum(work[start:]) / left
-        ends = range(start + 1, len(work) - left + 2)
-        first = start
-        end = (
-            min(ends, key=lambda end: abs(sum(work[first:end]) - share)) if left > 1 else len(work)
-        )
-        stages.append(range(start, end))
-        start = end
-    return stages

@@ -79,6 +79,14 @@ def build_store(
     return layers
 
 
+def is_changed(layers: Sequence[HostLayer]) -> bool:
+    """Whether the user's parameters say something else in ``requires_grad`` than they did."""
+    return any(
+        {n for n, t in layer.tensors.items() if t.requires_grad} != set(layer.trainable)
+        for layer in layers
+    )
+
+
 def relayout(layers: Sequence[HostLayer]) -> bool:
     """Follow what the user's parameters now say in ``requires_grad``; whether anything changed.
 
@@ -181,16 +189,23 @@ def require_writable(
 
 
 def _base_of(own: Mapping[str, Tensor], bases: list[Base]) -> Base | None:
-    """Take the base that holds tensors of a layer out of ``bases``; they belong to no other."""
+    """Take the base that holds tensors of a layer out of ``bases``; they belong to no other.
+
+    Of two the one that holds more: a weight that another layer's base has (the table of a model
+    whose head is tied to it, when the table itself is trained as a copy) is an ordinary one then.
+    """
     packed = {name: tensor for name, tensor in own.items() if is_params4bit(tensor)}
     if packed:
         return move_into_base(packed)
     mine = {id(tensor) for tensor in own.values()}
     found = [b for b in bases if any(id(t) in mine for t in b.tensors.values())]
-    assert len(found) <= 1, f"{len(found)} bases for one layer"
+    found.sort(key=lambda base: sum(t.nbytes for t in base.tensors.values() if id(t) in mine))
+    for base in found[:-1]:
+        assert not base.packed, f"{len(found)} bases for one layer: {list(own)[:3]}"
     for base in found:
-        bases.remove(base)
-    return found[0] if found else None
+        if base is found[-1] or all(id(t) in mine for t in base.tensors.values()):
+            bases.remove(base)
+    return found[-1] if found else None
 
 
 def _refuse_unmovable(tensors: Mapping[str, Tensor]) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from roundpipe.store.frozen import Base
     from roundpipe.store.gradients import Run
     from roundpipe.store.packed import Packed
+    from roundpipe.store.reading import Reading
 
 
 class HostLayer:
@@ -71,6 +72,7 @@ class HostLayer:
         self._masters: Masters | None = None
         self.start_masters_away = False  # see Masters; to be set before they are first asked for
         self._gradients = Gradients(self.trainable_layout, self._pages)
+        self.reading: Reading | None = None  # who must have done with it before it is changed
         self._borrowers: list[HostLayer] = []
         for owner in self.owners:
             owner._borrowers.append(self)
@@ -166,13 +168,27 @@ class HostLayer:
         """Whether an update of the master of ``name`` is one of the working weight at once."""
         return self._made_masters().is_alias(name)
 
+    def wait_unread(self) -> None:
+        """Block while somebody reads the layer: before anything but gradients is written.
+
+        See [Note: a layer is written to disk before it is updated again].
+        """
+        reading = self.reading
+        if reading is not None:
+            reading.wait()
+
     def publish(self, names: Iterable[str] | None = None) -> None:
-        """Cast masters into working weights (of all, by default); nothing to do for aliases."""
+        """Cast masters into working weights (of all, by default); nothing to do for aliases.
+
+        Blocks as `wait_unread` does.
+        """
+        self.wait_unread()
         if self._masters is not None:
             self._masters.publish(names)
 
     def reload_masters(self, names: Iterable[str] | None = None) -> None:
         """Take the working weights as the truth: after loading into the user's tensors."""
+        self.wait_unread()
         if self._masters is not None:
             self._masters.reload(names)
 

@@ -145,6 +145,18 @@ class Masters:
             return self._working[name]
         return self.parameters[name].detach().to(self._working[name].dtype)
 
+    @torch.no_grad()
+    def value(self, name: str, taken: Mapping[str, Tensor]) -> Tensor:
+        """The master's value, wherever it is: a view, or where it is nowhere a cast of the weight.
+
+        ``taken``: what `take_away` handed out, of masters that are away.
+        """
+        if name not in self._away:
+            return self.parameters[name].detach()
+        if self._away[name]:
+            return taken[name]
+        return self._working[name].to(self.parameters[name].dtype)
+
     @property
     def away(self) -> frozenset[str]:
         """The masters that hold no memory. See [Note: masters that are away]."""

@@ -11,6 +11,7 @@ from roundpipe.finetune.data.shapes import (
     Text,
     Tokens,
     map_columns,
+    map_roles,
     shape_of,
     understand,
     unused_columns,
@@ -166,3 +167,81 @@ def test_an_unknown_shape_lists_what_is_there_and_what_is_known() -> None:
 def test_a_row_that_cannot_be_used_names_the_column(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(row)
+
+
+# what files and habits bring along
+
+
+def test_rated_answers_and_pictures_are_refused_by_name_unless_the_shape_is_said() -> None:
+    rated = {"prompt": "p", "completion": "c", "label": True}
+    with pytest.raises(DataError, match=r"answers that are rated \(kto\).*\nhint: .*type: SHAPE"):
+        shape_of(rated)
+    assert shape_of(rated, wanted="prompt/completion") == "prompt/completion"
+    for column in ("images", "videos", "audios", "kto_tag"):
+        with pytest.raises(DataError, match="not supported: "):
+            shape_of({"messages": [], column: []})
+
+
+def test_a_mapping_of_some_columns_takes_the_others_by_their_names() -> None:
+    row = {"problem": "q", "answer": "a", "system": "s", "messages": [], "text": "t"}
+    mapped = map_columns(row, {"question": "problem"})
+    assert mapped == {"question": "q", "answer": "a", "system": "s"}
+    assert map_columns(row, {"text": "problem"}) == {"text": "q"}
+    assert map_columns(row, {"messages": "messages"}, wanted="messages") == {"messages": []}
+
+
+def test_fields_and_roles_of_messages_are_mapped() -> None:
+    row = {"talk": [{"who": "asker", "said": "q", "id": 1}, {"who": "bot", "said": "a"}]}
+    mapped = map_columns(row, {"messages": "talk", "role": "who", "content": "said"})
+    mapped = map_roles(mapped, {"user": ["asker"], "assistant": ["bot", "ai"]})
+    assert read(dict(mapped)).messages == [{**USER, "id": 1}, REPLY]
+    shared = {"conversations": [{"from": "asker", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    assert read(dict(map_roles(shared, {"user": ["asker"]}))).messages == [USER, REPLY]
+    assert map_roles({"text": "a"}, {"user": ["x"]}) == {"text": "a"}
+
+
+def test_lists_that_are_text_are_decoded() -> None:
+    row = {"messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'}
+    assert read(row).messages == [USER, REPLY]
+    tokens = {"input_ids": "[1, 2]", "labels": "", "attention_mask": "[1, 1]"}
+    assert read(tokens) == Tokens([1, 2], [1, 2])
+    with pytest.raises(DataError, match=r"messages is text that is no JSON: \[\{"):
+        read({"messages": "[{"})
+
+
+def test_several_calls_in_one_message_are_several_calls() -> None:
+    calls = '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": 1}}]'
+    found = read({"conversations": [{"from": "function_call", "value": calls}]})
+    names = [call["function"]["name"] for call in found.messages[0]["tool_calls"]]
+    assert names == ["f", "g"]
+
+
+def test_no_calls_are_no_field_and_calls_are_a_list() -> None:
+    assert read({"messages": [USER, {**REPLY, "tool_calls": []}]}).messages[1] == REPLY
+    with pytest.raises(DataError, match="message 2 has tool_calls that are no list"):
+        read({"messages": [USER, {**REPLY, "tool_calls": {"name": "f"}}]})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [1, 2], "labels": [-100, -1]}, "neither a token nor -100: label -1"),
+        ({"input_ids": [1], "labels": [2**31]}, "neither a token nor -100"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "2 input_ids but 1 attention_mask"),
+        ({"input_ids": [1.5]}, "input_ids is not a list of integers"),
+        ({"input_ids": [1], "attention_mask": 1}, "attention_mask is not a list"),
+        ({"instruction": "i", "output": "o", "history": "x"}, "history is not a list"),
+    ],
+)
+def test_tokens_and_history_that_cannot_be_used_are_named(
+    row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read(row)
+
+
+def test_thousands_of_columns_are_not_all_listed() -> None:
+    with pytest.raises(DataError) as caught:
+        shape_of([f"column {i}" * 20 for i in range(5000)])
+    assert "and 4,980 more" in str(caught.value)
+    assert len(str(caught.value)) < 2500

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe.errors import ConfigError, DataError
-from roundpipe.finetune.data.encode import encode, has_doubled_bos
+from roundpipe.finetune.data.encode import encode, has_doubled_bos, prepare
 from roundpipe.finetune.data.template import use_chat_template
 from roundpipe.finetune.settings.config import make_config
 
@@ -60,8 +60,14 @@ def chat(*turns: str) -> dict[str, Any]:
     return {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
 
 
+def one(row: dict[str, Any], tokenizer: Any, **changes: Any) -> Any:
+    """The one sample of a row."""
+    [sample] = encode(row, tokenizer, config(**changes))
+    return sample
+
+
 def runs(row: dict[str, Any], tokenizer: Any, **changes: Any) -> list[str]:
-    found: list[str] = tiny.trained_runs(encode(row, tokenizer, config(**changes)), tokenizer)
+    found: list[str] = tiny.trained_runs(one(row, tokenizer, **changes), tokenizer)
     return found
 
 
@@ -77,7 +83,7 @@ def test_every_answer_is_trained_with_its_end_token_and_nothing_else(template: s
 def test_the_input_is_the_rendered_conversation_tokenised_once(tokenizer: Any) -> None:
     whole = tokenizer.apply_chat_template(TWO_TURNS["messages"], tokenize=False)
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    assert encode(TWO_TURNS, tokenizer, config()).input_ids == ids
+    assert one(TWO_TURNS, tokenizer).input_ids.tolist() == ids
 
 
 @given(turns=st.lists(st.text(max_size=12), min_size=1, max_size=5))
@@ -106,31 +112,33 @@ def test_an_end_token_inside_an_answer_or_a_question_moves_no_border(tokenizer: 
 
 def test_the_end_token_is_trained_also_where_it_is_the_padding(tokenizer: Any) -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    sample = encode(chat("What?", "Paris."), tokenizer, config())
+    sample = one(chat("What?", "Paris."), tokenizer)
     assert tokenizer.eos_token_id in sample.labels
 
 
 def test_a_template_that_marks_no_begin_of_answer_still_splits(tokenizer: Any) -> None:
     inst = tiny.make(tiny.INST, eos="</s>")
     assert runs(TWO_TURNS, inst) == [" Paris.</s>", " Because it is.</s>"]
-    assert encode(TWO_TURNS, inst, config()).input_ids.count(inst.bos_token_id) == 1
+    assert one(TWO_TURNS, inst).input_ids.tolist().count(inst.bos_token_id) == 1
 
 
 def test_a_template_without_end_token_gets_one_behind_the_last_answer() -> None:
     tokenizer = tiny.make(tiny.OPEN, eos="</s>")
     # The header ends in a space, which the tokenizer joins to the word: that token is trained.
     assert runs(TWO_TURNS, tokenizer) == [" Paris.\n", "Because it is.\n</s>"]
-    assert encode(chat("Hm?"), tokenizer, config()).num_trained == 0
+    assert one(chat("Hm?"), tokenizer).num_trained == 0
 
 
-def test_a_template_that_rewrites_history_is_refused_by_name() -> None:
+def test_a_template_that_rewrites_history_trains_each_answer_in_a_text_of_its_own() -> None:
     tokenizer = tiny.make(tiny.REWRITES)
-    with pytest.raises(
-        ConfigError, match=r"template of tiny/model writes answer 2 differently"
-    ) as e:
-        encode(TWO_TURNS, tokenizer, config())
-    assert not isinstance(e.value, DataError)  # on_bad_line=skip must not hide it
-    assert "hint: mask_history=true" in str(e.value)
+    samples = encode(TWO_TURNS, tokenizer, config())
+    assert [tiny.trained_runs(sample, tokenizer) for sample in samples] == [
+        ["<think></think>Paris.<|im_end|>"],
+        ["<think></think>Because it is.<|im_end|>"],
+    ]
+    messages = TWO_TURNS["messages"]
+    expected = [tokenizer.apply_chat_template(messages[:n], tokenize=False) for n in (2, 4)]
+    assert [tokenizer.decode(sample.input_ids) for sample in samples] == expected
 
 
 def test_the_last_answer_of_such_a_template_can_be_trained() -> None:
@@ -140,9 +148,11 @@ def test_the_last_answer_of_such_a_template_can_be_trained() -> None:
     assert runs(chat("What?", "Paris."), tokenizer) == ["<think></think>Paris.<|im_end|>"]
 
 
-def test_a_template_that_asks_with_other_words_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="tiny/model asks for an answer with other text"):
-        encode(TWO_TURNS, tiny.make(tiny.ASKS_OTHERWISE), config())
+def test_an_answer_that_is_asked_for_in_other_words_is_trained_as_written_and_it_is_said() -> None:
+    tokenizer = tiny.make(tiny.ASKS_OTHERWISE)
+    assert runs(chat("What?", "Paris."), tokenizer) == ["Paris.<|im_end|>"]
+    ready = prepare(chat("What?", "Paris."), "messages", tokenizer, config())
+    assert "asks with '<think>\\n'" in ready[0].oddities[0]
 
 
 def test_mask_history_trains_the_last_answer_alone(tokenizer: Any) -> None:
@@ -150,8 +160,8 @@ def test_mask_history_trains_the_last_answer_alone(tokenizer: Any) -> None:
 
 
 def test_train_on_prompt_trains_all_but_the_first_token(tokenizer: Any) -> None:
-    sample = encode(TWO_TURNS, tokenizer, config(train_on_prompt=True))
-    assert sample.labels == [-100, *sample.input_ids[1:]]
+    sample = one(TWO_TURNS, tokenizer, train_on_prompt=True)
+    assert sample.labels.tolist() == [-100, *sample.input_ids.tolist()[1:]]
 
 
 def test_a_conversation_that_ends_in_a_question_trains_the_answers_before(tokenizer: Any) -> None:
@@ -165,7 +175,7 @@ def test_answers_marked_as_not_to_learn_are_not(tokenizer: Any) -> None:
 
 
 def test_a_conversation_that_the_template_refuses_is_a_data_error() -> None:
-    row = {"messages": [{"role": "system", "content": "x"}, *chat("a", "b")["messages"]]}
+    row = {"messages": [*chat("a", "b")["messages"], {"role": "tool", "content": "x"}]}
     with pytest.raises(DataError, match="refuses the conversation: only user and assistant turns"):
         encode(row, tiny.make(tiny.INST), config())
 
@@ -178,8 +188,8 @@ def test_a_conversation_that_starts_with_an_answer_is_a_data_error(tokenizer: An
 
 def test_a_doubled_begin_token_is_seen() -> None:
     doubled, single = tiny.make(tiny.DOUBLED), tiny.make(tiny.INST)
-    assert has_doubled_bos(encode(TWO_TURNS, doubled, config()), doubled)
-    assert not has_doubled_bos(encode(TWO_TURNS, single, config()), single)
+    assert has_doubled_bos(one(TWO_TURNS, doubled), doubled)
+    assert not has_doubled_bos(one(TWO_TURNS, single), single)
 
 
 def test_tools_and_calls_reach_the_template() -> None:
@@ -209,7 +219,7 @@ def test_prompt_and_completion_join_as_they_stand_and_end() -> None:
     bare = tiny.make(None, eos="</s>")
     row = {"prompt": "Q: 2+2\nA:", "completion": " 4"}
     assert runs(row, bare) == [" 4</s>"]
-    assert bare.decode(encode(row, bare, config()).input_ids) == "Q: 2+2\nA: 4</s>"
+    assert bare.decode(one(row, bare).input_ids) == "Q: 2+2\nA: 4</s>"
 
 
 def test_messages_without_a_template_are_refused_with_a_way_out() -> None:
@@ -219,10 +229,10 @@ def test_messages_without_a_template_are_refused_with_a_way_out() -> None:
 
 def test_text_is_trained_from_end_to_end_and_ends() -> None:
     tokenizer = tiny.make(eos="</s>")
-    sample = encode({"text": "Paris is"}, tokenizer, config())
+    sample = one({"text": "Paris is"}, tokenizer)
     assert tokenizer.decode(sample.input_ids) == "Paris is</s>"
-    assert sample.labels == [-100, *sample.input_ids[1:]]
-    ended = encode({"text": "Paris is</s>"}, tokenizer, config())
+    assert sample.labels.tolist() == [-100, *sample.input_ids.tolist()[1:]]
+    ended = one({"text": "Paris is</s>"}, tokenizer)
     assert ended == sample
 
 
@@ -234,7 +244,7 @@ def test_what_the_tokenizer_puts_around_a_text_is_kept_and_its_end_token_is_trai
         single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
     )
     row = {"prompt": "Q:", "completion": " 4"}
-    sample = encode(row, tokenizer, config())
+    sample = one(row, tokenizer)
     assert tokenizer.decode(sample.input_ids) == "<s>Q: 4</s>"
     assert runs(row, tokenizer) == [" 4</s>"]
 
@@ -298,6 +308,16 @@ def test_a_template_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         use_chat_template(tiny.make(None), str(tmp_path))
 
 
+def test_a_template_that_cannot_be_read_is_an_error_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"cannot read chat_template: .*: not utf-8"):
+        use_chat_template(tiny.make(None), str(tmp_path / "a.jinja"))
+    for content in ("{", "[]"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ConfigError, match="broken JSON: chat_template: "):
+            use_chat_template(tiny.make(None), str(tmp_path))
+
+
 # the model of the quickstart
 
 
@@ -307,3 +327,15 @@ def test_smollm2_trains_the_answer_and_its_end_token(smollm2: Any) -> None:
     assert runs(row, smollm2) == ["Paris.<|im_end|>"]
     many = chat("Hi", " two  spaces\n", "é ▌", "日本 🙂")
     assert runs(many, smollm2) == [" two  spaces\n<|im_end|>", "日本 🙂<|im_end|>"]
+
+
+def test_blanks_are_trained_also_where_the_tokenizer_trims_its_offsets(tokenizer: Any) -> None:
+    from tokenizers import processors
+
+    trimming = tiny.make()
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    row = chat("  two  words ", "if x:\n        y = 1\n\n    z  ")
+    assert one(row, trimming) == one(row, tokenizer)
+    assert runs(row, trimming) == ["if x:\n        y = 1\n\n    z  <|im_end|>"]
+    trimming.chat_template = None
+    assert runs({"prompt": "a  ", "completion": "  b  "}, trimming) == ["  b  <|im_end|>"]

@@ -98,14 +98,17 @@ def test_a_microbatch_that_is_too_large_gives_way_first(small: ModuleType) -> No
 
 def test_a_full_disk_wants_another_or_fewer_checkpoints(small: ModuleType) -> None:
     case = small.small_case("2x3090,64GB,disk=1TB")
-    assert texts(fitting_hints(wish(case), case, ("disk",), {})) == [
-        "output_dir=FOLDER on a larger disk"
-    ]
-    room = case.disk(1)[0]
-    host = replace(case.machine.host, disk_bytes=room)
-    full = replace(case, machine=replace(case.machine, host=host))
-    hints = fitting_hints(wish(full, save_total_limit=3), full, ("disk",), {})
-    assert texts(hints) == ["save_total_limit=1"]
+
+    def hints(room: int) -> list[str]:
+        host = replace(case.machine.host, disk_bytes=room)
+        full = replace(case, machine=replace(case.machine, host=host))
+        return texts(fitting_hints(wish(full, save_total_limit=3), full, ("disk",), {}))
+
+    assert hints(1000) == ["output_dir=FOLDER on a larger disk"]
+    assert hints(case.disk(2)[0]) == ["save_total_limit=2"]
+    assert hints(case.disk(1)[0]) == ["save_total_limit=1"]
+    assert case.disk(3, only_model=True)[0] > case.disk(0)[0]
+    assert hints(case.disk(0)[0]) == ["save_strategy=no"]
 
 
 def test_waiting_devices_are_told_of_a_larger_batch(small: ModuleType) -> None:

@@ -38,15 +38,16 @@ def test_a_batch_per_device_counts_the_planned_devices() -> None:
         ({"finetuning_type": "lora", "quantization_bit": 4}, "qlora"),
         ({"load_in_4bit": False}, "lora"),
         ({"method": "freeze", "unfrozen_parameters": ["norm"]}, "freeze"),
+        ({"method": "freeze", "freeze_trainable_layers": 3}, "freeze"),
     ],
 )
 def test_methods(keys: dict[str, Any], method: str) -> None:
     asked = wish(keys)
     assert asked.method.name == method
-    assert bool(asked.later) == (method == "freeze")
+    assert bool(asked.method.unfrozen) == (method == "freeze")
 
 
-def test_words_that_training_does_not_know_yet_are_planned_and_said() -> None:
+def test_words_of_other_trainers_are_planned_as_they_are_trained() -> None:
     asked = wish(
         {"optim": "adamw_bnb_8bit", "fp16": True, "sample_packing": True, "report_to": "wandb"},
         fp16_accumulation=True,
@@ -55,32 +56,30 @@ def test_words_that_training_does_not_know_yet_are_planned_and_said() -> None:
         save_total_limit=1,
     )
     config = asked.config
-    assert (config.optim_state_dtype, config.dtype, config.host_memory_limit) == (
-        "int8",
-        "fp16",
-        64e9,
-    )
-    assert (asked.schedule, asked.save_total_limit, asked.fp16_accumulation) == (
-        "round_robin",
-        1,
-        True,
-    )
-    assert asked.later == (
-        "sample_packing: true",
-        "report_to: wandb",
-        "fp16_accumulation: true",
-        "save_total_limit: 1",
-    )
+    assert (config.optim_state_dtype, config.dtype, config.packing) == ("int8", "fp16", True)
+    assert config.host_memory_limit == 64e9
+    assert (asked.schedule, asked.kept, asked.fp16_accumulation) == ("round_robin", 1, True)
 
 
-def test_what_asks_for_nothing_is_not_said() -> None:
-    assert wish({"sample_packing": False, "save_steps": None}, optim_state_dtype="fp32").later == ()
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ({}, 2),
+        ({"save_total_limit": None}, None),
+        ({"save_strategy": "no"}, 0),
+        ({"load_best_model_at_end": True, "val_size": 0.1}, 3),
+    ],
+)
+def test_the_checkpoints_that_stay(keys: dict[str, Any], kept: int | None) -> None:
+    assert wish(**keys).kept == kept
 
 
 def test_the_command_line_silences_what_the_file_says() -> None:
     file = {"adapter": "qlora", "load_in_4bit": True, "torch_dtype": "float16"}
     asked = wish(file, method="full", dtype="bf16")
-    assert (asked.method.name, asked.config.dtype, asked.later) == ("full", "bf16", ())
+    assert (asked.method.name, asked.config.dtype) == ("full", "bf16")
+    became = {each.key: each.text for each in asked.keys}
+    assert became["adapter"] == became["torch_dtype"] == "the command line says it"
 
 
 @pytest.mark.parametrize(
@@ -89,12 +88,12 @@ def test_the_command_line_silences_what_the_file_says() -> None:
         ({"modle": "x"}, "unknown key: modle"),
         ({"push_to_hub": True}, "not supported: push_to_hub"),
         ({"method": "full", "load_in_4bit": True}, "4-bit weights cannot be trained: load_in_4bit"),
-        ({"method": "freeze"}, "freeze needs to know what stays trainable"),
+        ({"method": "freeze", "freeze_trainable_layers": "x"}, "not a number of layers: freeze_"),
         ({"optim_state_dtype": "fp8"}, "optim_state_dtype: fp8 is not 'fp32', 'bf16'"),
         ({"schedule": "best"}, "schedule: best is not 'auto'"),
         ({"host_memory_limit": "lots"}, "host_memory_limit: not an amount of memory: lots"),
-        ({"fp16_accumulation": 3}, "neither true nor false: fp16_accumulation=3"),
-        ({"save_total_limit": "few"}, "not a number of checkpoints: save_total_limit=few"),
+        ({"fp16_accumulation": 3}, "fp16_accumulation: 3 is not"),
+        ({"save_total_limit": "few"}, "save_total_limit: few is not"),
         ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type: cosin is not"),
         ({"batch_size": 0}, "batch_size: 0 is not"),
         ({"max_length": 1}, "max_length: 1 is not"),

@@ -86,3 +86,11 @@ def test_an_id_that_cannot_be_reached_is_told_in_one_paragraph(
         ConfigError, match=r"(?s)cannot load the tokenizer of a/b.*cannot be reached"
     ):
         load_tokenizer(locate_model("a/b"))
+
+
+@pytest.mark.parametrize("size", [5, 24, 300])
+def test_a_torn_gguf_file_is_told_in_one_paragraph(tmp_path: Path, size: int) -> None:
+    header = b"GGUF" + (3).to_bytes(4, "little") + (2).to_bytes(8, "little") * 2
+    (tmp_path / "m.gguf").write_bytes((header + b"\x05" * 300)[:size])
+    with pytest.raises(ConfigError, match=r"(?s)cannot load the tokenizer of .*\nhint: .*fetch it"):
+        load_tokenizer(locate_model(str(tmp_path / "m.gguf")))

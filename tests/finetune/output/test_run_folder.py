@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.output.run_folder import RunState, claim
+from roundpipe.finetune.output.earlier import RunState, dataset_digest
+from roundpipe.finetune.output.run_folder import claim
 from roundpipe.finetune.settings.config import load_config
 
 HOLD = """
@@ -24,11 +25,12 @@ sys.stdin.read()
 def finish(config: Any, *, step: int = 3, of: int = 3) -> None:
     """Leave in the folder what a run leaves that made ``step`` of its steps."""
     with claim(config) as folder:
-        folder.start(config, replace=True)
+        folder.start(config)
         folder.append_log({"step": 1})
         with folder.files_in_place() as staging:
             (staging / "model.safetensors").write_text("weights")
-        folder.finish({"global_step": step, "max_steps": of, "dataset_sha256": None})
+        state = {"global_step": step, "max_steps": of, "log_history": [{"step": 1}]}
+        folder.finish({**state, "dataset_sha256": None})
 
 
 def state_of(config: Any) -> RunState:
@@ -45,7 +47,7 @@ def test_a_missing_folder_is_new_and_does_not_stay_if_nothing_was_written(config
 def test_a_run_without_a_result_is_unfinished(config_of: Any) -> None:
     config = config_of()
     with claim(config) as folder:
-        folder.start(config, replace=True)
+        folder.start(config)
     assert state_of(config) is RunState.UNFINISHED
 
 
@@ -65,7 +67,7 @@ def test_a_result_that_was_taken_away_is_no_result(config_of: Any, lost: str) ->
 def test_the_written_config_loads_again_as_the_same_config(config_of: Any) -> None:
     config = config_of(sample_prompts=["a: b", "ünïcode"], warmup_steps=0.1)
     with claim(config) as folder:
-        folder.start(config, replace=True)
+        folder.start(config)
     assert load_config([str(Path(config.output_dir, "config.yaml"))])[0] == config
 
 
@@ -85,12 +87,11 @@ def test_edited_data_is_a_change(config_of: Any, tmp_path: Path) -> None:
     data.write_text('{"text": "a"}\n')
     config = config_of(dataset=str(data))
     with claim(config) as folder:
-        folder.start(config, replace=True)
+        folder.start(config)
         with folder.files_in_place() as staging:
             (staging / "model.safetensors").write_text("weights")
-        from roundpipe.finetune.output.run_folder import dataset_digest
-
-        folder.finish({"global_step": 1, "max_steps": 1, "dataset_sha256": dataset_digest(config)})
+        digest = dataset_digest(config)
+        folder.finish({"global_step": 1, "log_history": [], "dataset_sha256": digest})
     assert state_of(config) is RunState.FINISHED
     data.write_text('{"text": "b"}\n')
     with pytest.raises(ConfigError, match="the content of the files has changed"):
@@ -105,23 +106,28 @@ def test_overwriting_is_new_and_drops_the_old_result_only_at_the_start(config_of
     assert state_of(config) is RunState.NEW
     assert (folder / "model.safetensors").exists()
     with claim(config) as held:
-        held.start(config, replace=True)
+        held.start(config)
     assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "notes.txt"]
     assert state_of(config_of(seed=7)) is RunState.UNFINISHED
 
 
-def test_starting_over_keeps_what_an_interrupted_run_left(config_of: Any) -> None:
+def test_starting_over_begins_an_empty_log_and_drops_what_is_broken(config_of: Any) -> None:
     config = config_of()
     with claim(config) as folder:
-        folder.start(config, replace=True)
+        folder.start(config)
         folder.append_log({"step": 1})
-        with folder.files_in_place("interrupted") as staging:
-            (staging / "model.safetensors").write_text("weights")
+        (folder.path / "checkpoint-1").mkdir()
+        (folder.path / "notes.txt").touch()
     with claim(config) as folder:
         assert folder.state is RunState.UNFINISHED
-        folder.start(config, replace=False)
-    assert Path(config.output_dir, "interrupted", "model.safetensors").exists()
-    assert not Path(config.output_dir, "trainer_log.jsonl").exists()
+        assert folder.earlier.checkpoint is None
+        assert [line.split(":")[0] for line in folder.earlier.lines] == [
+            "starting over",
+            f"{config.output_dir}/checkpoint-1 is left out",
+        ]
+        folder.start(config)
+    found = sorted(path.name for path in Path(config.output_dir).iterdir())
+    assert found == ["config.yaml", "notes.txt"]
 
 
 def test_a_folder_with_files_of_others_is_refused(config_of: Any) -> None:
@@ -205,7 +211,7 @@ def test_files_get_the_mode_that_new_files_have(config_of: Any) -> None:
 def test_the_log_is_a_json_line_for_each_record(config_of: Any) -> None:
     config = config_of()
     with claim(config) as folder:
-        folder.start(config, replace=True)
+        folder.start(config)
         folder.append_log({"step": 1, "loss": 0.5})
         text = Path(config.output_dir, "trainer_log.jsonl").read_text()
         assert json.loads(text) == {"step": 1, "loss": 0.5}  # there at once

@@ -140,6 +140,54 @@ def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").read_text().count("lost on the screen\n") == 2
 
 
+def test_a_bar_on_a_terminal_that_is_closed_meanwhile_stops_nothing(tmp_path: Path) -> None:
+    class Closing(Tty):
+        is_gone = False
+
+        def write(self, text: str) -> int:
+            if self.is_gone:
+                raise OSError(5, "input/output error")
+            return super().write(text)
+
+        def flush(self) -> None:
+            if self.is_gone:
+                raise OSError(5, "input/output error")
+
+    stream, failed = Closing(), []
+    hook, threading.excepthook = threading.excepthook, failed.append
+    try:
+        terminal = Terminal(stream, patience=0.0)
+        with terminal.logging_to(tmp_path / "run.log"), terminal.progress(24) as progress:
+            assert isinstance(progress, BarProgress)
+            stream.is_gone = True
+            progress.advance(FIGURES)
+            progress._bar.refresh()  # as its own thread does
+            terminal.line("lost on the screen")
+            with terminal.counting("loading", 9) as show:
+                show(3)
+        assert "lost on the screen\n" in (tmp_path / "run.log").read_text()
+        assert not failed
+    finally:
+        threading.excepthook = hook
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Tty()])
+def test_a_run_that_goes_on_begins_at_its_step_and_counts_its_own_time_only(stream: Any) -> None:
+    with Terminal(stream).progress(40, done=20) as progress:
+        progress._started -= 10.0
+        assert progress.time_left(22) == " · 1:30 left"
+        assert progress.time_left(40) == ""
+    if isinstance(stream, Tty):
+        assert "step 20/40" in stream.getvalue()
+
+
+def test_a_log_that_the_disk_does_not_take_stops_nothing(tmp_path: Path) -> None:
+    terminal = Terminal(io.StringIO())
+    with terminal.logging_to(Path("/dev/full") if Path("/dev/full").exists() else tmp_path / "a"):
+        terminal.line("shown all the same")
+    assert "shown all the same" in terminal._stream.getvalue()  # type: ignore[attr-defined]
+
+
 def _closed() -> io.StringIO:
     stream = io.StringIO()
     stream.close()

@@ -1,11 +1,25 @@
+from __future__ import annotations
+
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from roundpipe.finetune.data.encode import Sample
-from roundpipe.finetune.run.evaluate import evaluation_loss
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.errors import StepError
+from roundpipe.finetune.data.collate import collate, cut_rows
+from roundpipe.finetune.data.samples import Sample
+from roundpipe.finetune.run.evaluate import Evaluation, evaluate
+from roundpipe.optim import AdamW
+from roundpipe.plan.actions import Op
+from roundpipe.roundpipe import RoundPipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from torch import Tensor
 
 SAMPLES = [
     Sample(list(range(length)), [-100] * masked + list(range(masked, length)))
@@ -13,34 +27,107 @@ SAMPLES = [
 ]
 
 
-def mean_loss(batch_size: int, **more: Any) -> tuple[float, list[tuple[int, int]]]:
-    """Loss of a "model" whose loss on a token is the token itself."""
-    shapes = []
+def batches(size: int, *, packed: bool = False) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, len(SAMPLES), size):
+        part = SAMPLES[start : start + size]
+        rows = [part[:2], part[2:]] if packed and len(part) > 2 else [[each] for each in part]
+        yield collate(rows, 0, packed=packed)
 
-    def forward(input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+
+def run_config(rows: int) -> RoundPipeRunConfig:
+    return RoundPipeRunConfig(num_microbatch=min(rows, 3), split_input=cut_rows)
+
+
+def mean_loss(size: int, **more: Any) -> tuple[Evaluation, list[int]]:
+    """Loss of a "model" whose loss on a token is the token itself."""
+    seen = []
+
+    def trainer(labels: Tensor, *, roundpipe_run_config: Any, **_: Tensor) -> Any:
         assert not torch.is_grad_enabled()
-        shapes.append(tuple(input_ids.shape))
+        assert roundpipe_run_config.loss_only
+        seen.append(len(labels))
         kept = labels[:, 1:]
         return SimpleNamespace(loss=kept[kept != -100].double().mean())
 
-    return evaluation_loss(forward, SAMPLES, batch_size=batch_size, pad_token_id=0, **more), shapes
+    return evaluate(trainer, batches(size), run_config=run_config, **more), seen
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 6, 100])
-def test_the_loss_is_the_mean_over_tokens_however_the_samples_are_cut(batch_size: int) -> None:
-    tokens = [label for sample in SAMPLES for label in sample.labels[1:] if label != -100]
-    loss, shapes = mean_loss(batch_size)
-    assert loss == pytest.approx(sum(tokens) / len(tokens), rel=1e-12)
-    assert max(rows for rows, _ in shapes) <= batch_size
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_the_loss_is_the_mean_over_tokens_however_the_samples_are_cut(size: int) -> None:
+    tokens = [int(label) for s in SAMPLES for label in s.labels[1:] if label != -100]
+    done: list[int] = []
+    found, seen = mean_loss(size, tell=done.append)
+    assert found.loss == pytest.approx(sum(tokens) / len(tokens), rel=1e-12)
+    assert (found.tokens, found.is_whole) == (len(tokens), True)
+    assert max(seen) <= size
+    assert done == [*range(0, 6, size), 6]
 
 
-def test_calls_are_smaller_where_their_logits_would_be_too_many() -> None:
-    loss, shapes = mean_loss(6, vocabulary=(1 << 28) // 20)  # room for 20 tokens
-    assert loss == pytest.approx(mean_loss(6)[0], rel=1e-12)
-    assert all(rows == 1 or rows * length <= 20 for rows, length in shapes)
-    assert (1, 40) in shapes  # one sample is always taken
+def test_it_can_be_stopped_between_batches() -> None:
+    stops = iter([False, False, True])
+    found, seen = mean_loss(2, should_stop=lambda: next(stops))
+    assert not found.is_whole
+    assert seen == [2, 2]
 
 
 def test_nothing_to_evaluate_is_not_a_number() -> None:
-    loss = evaluation_loss(lambda **_: None, [], batch_size=2, pad_token_id=0)
-    assert loss != loss  # noqa: PLR0124
+    found = evaluate(lambda **_: None, [], run_config=run_config)
+    assert found.loss != found.loss
+    assert found.tokens == 0
+
+
+def test_a_batch_that_fails_for_another_reason_than_memory_ends_it() -> None:
+    def trainer(**_: Any) -> Any:
+        raise StepError("a layer failed")
+
+    with pytest.raises(StepError, match="a layer failed"):
+        evaluate(trainer, batches(2), run_config=run_config)
+
+
+def test_no_logits_come_to_the_host_and_packing_changes_nothing(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    with torch.no_grad():
+        sums = [
+            (float(model(**collate([[s]], 0)).loss) * count, count)
+            for s in SAMPLES
+            if (count := sum(int(label) != -100 for label in s.labels[1:]))
+        ]
+    expected = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    with RoundPipe(model, devices="cpu*2") as trainer:
+        trainer.eval()
+        for size, packed in ((6, False), (4, False), (4, True)):
+            down = trainer._engine.traffic.num_bytes[Op.ACTIVATION_OUT]
+            found = evaluate(trainer, batches(size, packed=packed), run_config=run_config)
+            assert found.loss == pytest.approx(expected, rel=1e-5)
+            down = trainer._engine.traffic.num_bytes[Op.ACTIVATION_OUT] - down
+            assert down < 260 * 4 * 76  # fewer than the logits of so many tokens
+
+
+def test_a_run_at_staleness_1_is_evaluated_with_its_newest_weights_and_not_disturbed(
+    tiny: ModuleType,
+) -> None:
+    def run(*, evaluates: bool) -> tuple[dict[str, Tensor], list[float]]:
+        model, losses = tiny.tiny_model().train(), []
+        with RoundPipe(model, devices="cpu*2", seed=1) as trainer:
+            optimizer = AdamW(trainer.optim_parameters(), lr=1e-2)
+            for _ in range(3):
+                trainer.forward_backward(input_kwargs=collate([[s] for s in SAMPLES], 0))
+                trainer.step(optimizer, is_async=True)
+                if evaluates:
+                    trainer.eval()
+                    found = evaluate(trainer, batches(3), run_config=run_config)
+                    losses.append(found.loss)
+                    newest = {n: v.clone() for n, v in trainer.newest_weights().items()}
+                    other = tiny.tiny_model()
+                    other.load_state_dict(newest, strict=False)
+                    other.tie_weights()
+                    with torch.no_grad():
+                        expected = float(other(**collate([[s] for s in SAMPLES], 0)).loss)
+                    assert found.loss == pytest.approx(expected, rel=1e-5)
+                    trainer.train()
+            return {n: v.clone() for n, v in trainer.newest_weights().items()}, losses
+
+    undisturbed, _ = run(evaluates=False)
+    found, losses = run(evaluates=True)
+    assert losses == sorted(losses, reverse=True)
+    assert all(torch.equal(found[name], undisturbed[name]) for name in undisturbed)

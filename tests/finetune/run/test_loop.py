@@ -4,6 +4,7 @@ import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,13 +13,14 @@ from peft import PeftModel
 from tests.finetune.plain_loop import plain_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roundpipe.errors import ConfigError, DataError, RoundPipeError
+from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.data.collate import collate
 from roundpipe.finetune.data.dataset import load_dataset
 from roundpipe.finetune.output.terminal import Terminal
-from roundpipe.finetune.run import prepare, steps
+from roundpipe.finetune.run import prepare
 from roundpipe.finetune.run.loop import train
-from roundpipe.finetune.run.step_log import StepLog, StepRecord
+from roundpipe.finetune.run.retry import Splitting
+from roundpipe.finetune.run.training import Training
 from roundpipe.report.timeline_record import read_record
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 FULL = {"finetuning_type": "full", "learning_rate": 1e-3}
+PACKED = {"packing": True, "max_length": 200, "batch_size": 2}  # 12 samples in 5 rows, say
 
 
 def run(config: TrainConfig) -> tuple[Any, list[str]]:
@@ -37,7 +40,9 @@ def run(config: TrainConfig) -> tuple[Any, list[str]]:
     return result, stream.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("changes", [{}, FULL, {"micro_batch_size": 1, "weight_decay": 0.1}])
+@pytest.mark.parametrize(
+    "changes", [{}, FULL, {"micro_batch_size": 1, "weight_decay": 0.1}, PACKED]
+)
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
 def test_a_run_equals_a_plain_loop(config_of: Any, changes: dict[str, Any], devices: str) -> None:
     config = config_of(devices=devices, max_steps=6, **changes)  # 12 samples: 5 + 5 + 2, twice
@@ -96,6 +101,7 @@ def test_the_folder_holds_all_that_is_promised(config_of: Any) -> None:
         "adapter_config.json",
         "adapter_model.safetensors",
         "chat_template.jinja",
+        "checkpoint-3",
         "config.yaml",
         "generation_config.json",
         "run.log",
@@ -147,57 +153,6 @@ def test_a_broken_line_is_told_with_its_place_and_leaves_no_folder(
     assert not Path(config_of().output_dir).exists()
 
 
-def stop_after(step: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = StepLog.add
-
-    def stopping(self: StepLog, record: StepRecord, result: Any) -> None:
-        add(self, record, result)
-        if record.step == step:
-            raise error
-
-    monkeypatch.setattr(StepLog, "add", stopping)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RoundPipeError("a card fell off")])
-def test_a_run_that_ends_early_keeps_the_newest_weights(
-    config_of: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    result, _ = run(config_of(max_steps=2, lr_scheduler_type="constant"))
-    two_steps = load_result(config_of()).state_dict()
-    config = config_of(max_steps=9, lr_scheduler_type="constant", overwrite_output_dir=True)
-    stream = io.StringIO()
-    with monkeypatch.context() as patch:
-        stop_after(2, error, patch)
-        with pytest.raises(type(error)):
-            train(config, terminal=Terminal(stream))
-    kept = load_result(config, "interrupted").state_dict()
-    assert all(torch.equal(two_steps[name], kept[name]) for name in two_steps)
-    assert "after step 2" in stream.getvalue()
-    assert f"{config.output_dir}/interrupted" in stream.getvalue()
-    assert not (result.folder / "adapter_model.safetensors").exists()
-    assert len((result.folder / "trainer_log.jsonl").read_text().splitlines()) >= 1
-    timeline = read_record(result.folder / "timeline.json").timeline
-    assert [step.step for step in timeline.steps] == [1, 2]
-    again, lines = run(config_of(max_steps=9, lr_scheduler_type="constant"))
-    assert lines[1].startswith("starting over: ")
-    assert again.global_step == 9
-    assert (result.folder / "interrupted").exists()
-
-
-def test_an_interrupt_before_the_first_step_keeps_nothing(
-    config_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(steps, "_run_steps", interrupted)
-    stream = io.StringIO()
-    with pytest.raises(KeyboardInterrupt):
-        train(config_of(), terminal=Terminal(stream))
-    assert "there is nothing to keep" in stream.getvalue()
-    assert not Path(config_of().output_dir, "interrupted").exists()
-
-
 def test_two_runs_of_one_config_are_the_same_bits(config_of: Any, tmp_path: Path) -> None:
     first, _ = run(config_of(lora_dropout=0.2))
     second, _ = run(config_of(lora_dropout=0.2, output_dir=str(tmp_path / "other")))
@@ -226,7 +181,11 @@ def test_the_callers_folder_and_logs_are_not_touched(config_of: Any) -> None:
 def test_a_short_batch_keeps_the_size_of_its_microbatches(
     config_of: Any, changes: dict[str, Any], samples: int, expected: int | None
 ) -> None:
-    assert steps._run_config(config_of(**changes), samples).num_microbatch == expected
+    config = config_of(**changes)
+    training: Any = SimpleNamespace(
+        job=SimpleNamespace(config=config), splitting=Splitting(config.num_microbatch)
+    )
+    assert Training._run_config(training, samples).num_microbatch == expected
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roundpipe.errors import ConfigError, DeviceError, PlanError
-from roundpipe.finetune.run import prepare as preparing
 from roundpipe.finetune.forecast import forecast
 from roundpipe.finetune.output.terminal import Terminal
+from roundpipe.finetune.run import prepare as preparing
 from roundpipe.finetune.run.prepare import Job, prepare
 from roundpipe.plan.machine_text import parse_machine
 

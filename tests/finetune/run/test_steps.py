@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.output.terminal import Terminal
-from roundpipe.finetune.run import steps
+from roundpipe.finetune.run import training
 from roundpipe.finetune.run.loop import train
 from roundpipe.optim.scaler import GradScaler
 
@@ -78,7 +78,7 @@ def test_modules_that_are_saved_whole_are_not_in_4_bits(
     config_of: Any, packable_folder: Path
 ) -> None:
     qlora = {"model_name_or_path": str(packable_folder), "finetuning_type": "qlora"}
-    with pytest.raises(ConfigError, match=r"(?s)modules_to_save: weights in 4 bits.*mlp.*hint: "):
+    with pytest.raises(ConfigError, match=r"(?s)weights in 4 bits.*mlp.*hint: modules_to_save"):
         run(config_of(modules_to_save=["mlp"], **qlora))
     history, _ = run(config_of(modules_to_save=["model.norm"], val_size=3, eval_steps=2, **qlora))
     assert all(record.get("loss", 1.0) > 0 for record in history)
@@ -98,13 +98,13 @@ def test_moments_are_kept_as_asked_and_bf16_weights_are_their_own_masters_then(
     optim_dtype: torch.dtype | None,
 ) -> None:
     made: list[Any] = []
-    make = steps._make_optimizer
+    make = training._make_optimizer
 
     def watched(config: Any, trainer: RoundPipe) -> Any:
         made.append(make(config, trainer))
         return made[-1]
 
-    monkeypatch.setattr(steps, "_make_optimizer", watched)
+    monkeypatch.setattr(training, "_make_optimizer", watched)
     config = config_of(
         finetuning_type="full",
         dtype=dtype,
@@ -138,7 +138,7 @@ def test_fp16_scales_its_loss_and_a_skipped_step_counts_for_no_schedule(
     config_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_much = functools.partial(GradScaler, init_scale=2.0**22)
-    monkeypatch.setattr(steps, "GradScaler", too_much)
+    monkeypatch.setattr(training, "GradScaler", too_much)
     history, shown = run(config_of(dtype="fp16", max_steps=12, warmup_steps=3, batch_size=12))
     skipped = [record.get("skipped", False) for record in history]
     first = skipped.index(False)
@@ -161,7 +161,7 @@ def test_limits_reach_the_trainer(config_of: Any, monkeypatch: pytest.MonkeyPatc
         given.update(settings)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, "RoundPipe", made)
+    monkeypatch.setattr(training, "RoundPipe", made)
     with pytest.raises(KeyboardInterrupt):
         run(config_of(pinned_memory_limit="1GB", device_memory_limit="2GB"))
     assert (given["pinned_memory_limit"], given["device_memory_limit"]) == (10**9, 2 * 10**9)

@@ -105,9 +105,9 @@ def test_aliases_become_ours_and_are_said_in_one_line() -> None:
     assert (config.model_name_or_path, config.learning_rate) == ("m", 1e-4)
     assert said == []  # given by the caller, who knows what was written
 
-    in_file = "base_model: m\ndatasets: [{path: d.jsonl}]\nlora_rank: 4\nbatch_size: 2\n"
+    in_file = "model: m\ndatasets: [{path: d.jsonl}]\nlora_rank: 4\nbatch_size: 2\n"
     assert _from_file(in_file)[1] == [
-        "read as ours: base_model is model_name_or_path, datasets is dataset, lora_rank is lora_r"
+        "read as ours: model is model_name_or_path, datasets is dataset, lora_rank is lora_r"
     ]
 
 
@@ -204,7 +204,9 @@ def test_whole_configs_of_other_trainers_are_taken() -> None:
         "not needed here",
         "not used",
         "bf16",
+        "warmup_ratio",
         "batch_size",
+        "not in the file, so as it is here",
     ]
     theirs, _ = _from_file(AXOLOTL)
     assert (theirs.batch_size, theirs.micro_batch_size, theirs.lora_r) == (16, None, 32)
@@ -231,7 +233,12 @@ def test_one_setting_under_two_names_must_agree() -> None:
             24,
             "batch_size: 24 (2 x 4 x 3 devices)",
         ),
-        (("gradient_accumulation_steps=4", "devices=3"), 12, "batch_size: 12 (1 x 4 x 3 devices)"),
+        (("gradient_accumulation_steps=4", "devices=3"), 96, "batch_size: 96 (8 x 4 x 3 devices)"),
+        (
+            ("sequence_len=64", "gradient_accumulation_steps=4", "devices=3"),
+            12,
+            "batch_size: 12 (1 x 4 x 3 devices)",
+        ),
     ],
 )
 def test_a_batch_per_device_becomes_samples_per_step(
@@ -283,7 +290,8 @@ def test_a_batch_given_in_both_ways_is_an_error() -> None:
         ({"pinned_memory_limit": 0.8}, "pinned_memory_limit", 0.8),
         ({"host_memory_limit": 1}, "host_memory_limit", 1.0),
         ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
-        ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler_type", "cosine"),
+        ({"lr_scheduler": "wsd"}, "lr_scheduler_type", "warmup_stable_decay"),
+        ({"lr_scheduler_type": "cosine_with_restarts"}, "lr_scheduler_type", "cosine"),
         ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, "min_lr_ratio", 0.1),
         ({"lora_target": "all"}, "target_modules", "all-linear"),
         ({"lora_target": "q_proj, v_proj"}, "target_modules", ("q_proj", "v_proj")),
@@ -298,8 +306,18 @@ def test_a_batch_given_in_both_ways_is_an_error() -> None:
         ({"model_revision": "abc"}, "model_name_or_path", "m@abc"),
         ({"val_set_size": 0.05}, "val_size", 0.05),
         ({"val_set_size": 0}, "val_size", None),
-        ({"report_to": "none"}, "report_to", "none"),
-        ({"report_to": []}, "report_to", "none"),
+        ({"report_to": "none"}, "report_to", ()),
+        ({"report_to": []}, "report_to", ()),
+        ({"report_to": "wandb,tensorboard"}, "report_to", ("wandb", "tensorboard")),
+        ({"wandb_project": "x"}, "report_to", ("wandb",)),
+        ({"wandb_project": "x"}, "project", "x"),
+        (
+            {"wandb_project": "x", "use_wandb": True, "report_to": ["wandb"]},
+            "report_to",
+            ("wandb",),
+        ),
+        ({"wandb_project": "x", "wandb_mode": "disabled"}, "report_to", ()),
+        ({"mlflow_experiment_name": "x"}, "project", "x"),
         ({"chat_template": "tokenizer_default"}, "chat_template", "auto"),
         ({"sample_prompts": "one"}, "sample_prompts", ("one",)),
     ],
@@ -348,27 +366,29 @@ def test_what_is_not_needed_is_named_in_one_line_and_nothings_are_dropped() -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("packing=true",), "not yet: packing: true\nhint: "),
-        (("--packing",), "not yet: packing: true\nhint: "),
-        (("save_steps=500",), "not yet: save_steps: 500\nhint: "),
-        (("wandb_project=x",), "not yet: wandb_project: x\nhint: "),
-        (("resume_from_checkpoint=out/1",), "not yet: resume_from_checkpoint: out/1\nhint: "),
-        (("method=freeze",), "not yet: finetuning_type: freeze\nhint: finetuning_type=lora"),
         (("load_in_8bit=true",), "not supported: load_in_8bit: true"),
         (("quantization_bit=8",), "not supported: quantization_bit: 8"),
         (("quantization_config={bits: 4}",), "not supported: quantization_config"),
-        (("fp16_accumulation=true",), "not yet: fp16_accumulation: true\nhint: leave it out"),
-        (("report_to=wandb",), "not yet: report_to: wandb\nhint: report_to=none"),
-        (("report_to=[wandb]",), "not yet: report_to: wandb\nhint: report_to=none"),
+        (("quantization_config={quant_method: gptq}",), "not supported: quantization_config"),
+        (("report_to=comet_ml",), "not supported: report_to: comet_ml\nhint: report_to=none"),
         (("rl=dpo",), "not yet: rl: dpo\nhint: "),
-        (("lr_scheduler=wsd",), "not yet: lr_scheduler_type: wsd\nhint: "),
-        (("eval_steps=0.1", "val_size=0.1"), "not yet: eval_steps: 0.1 as a share\nhint: "),
-        (("special_tokens={pad_token: x}",), "not supported: special_tokens"),
-        (("dataset={path: x/y, split: train}",), "not yet: split: train of a dataset"),
+        (("stage=ppo",), "not yet: stage: ppo\nhint: "),
+        (("special_tokens={eos_token: x}",), "not supported: special_tokens: eos_token"),
+        (("push_to_hub=true",), "not supported: push_to_hub: true\nhint: leave it out"),
+        (("added_tokens=[x]",), "not supported: added_tokens"),
+        (("num_generations=8",), "not supported: num_generations: 8\nhint: leave it out: only sup"),
+        (("label_smoothing_factor=0.1",), "not supported: label_smoothing_factor: 0.1"),
+        (("plugins=[mine.Plugin]",), "not supported: plugins: mine.Plugin"),
+        (("lr_scheduler_kwargs={power: 2}",), "not supported: lr_scheduler_kwargs: power: 2"),
+        (("lr_scheduler_kwargs={min_lr: 1e-5}",), "min_lr: 1e-05 is a share of a learning_rate"),
+        (("evals_per_epoch=2", "max_steps=9", "val_size=1"), "evals_per_epoch: 2 beside max_steps"),
+        (("training=3",), "not supported: training: 3\nhint: a section"),
     ],
 )
-def test_what_is_still_to_come_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
-    assert error(*words).startswith(message)
+def test_what_is_not_done_here_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
+    said = error(*words)
+    assert said.startswith(message)
+    assert "\nhint: " in said
 
 
 @pytest.mark.parametrize(
@@ -378,7 +398,10 @@ def test_what_is_still_to_come_is_refused_by_name(words: tuple[str, ...], messag
         (("batch_size=0",), "batch_size: 0 is not greater than or equal to 1"),
         (("batch_size=2.5",), "batch_size: 2.5 is not a valid integer"),
         (("--batch-size",), "batch_size: true is no value\nhint: batch_size: samples per"),
-        (("finetuning_type=loar",), "finetuning_type: loar is not 'lora', 'full' or 'qlora'"),
+        (
+            ("finetuning_type=loar",),
+            "finetuning_type: loar is not 'lora', 'full', 'qlora' or 'freeze'",
+        ),
         (("staleness=2",), "staleness: 2 is not 0 or 1\nhint: staleness=0"),
         (("dataset=3",), "dataset.0: 3 is not a valid dictionary"),
         (("dataset=[{path: a, fath: b}]",), "unknown key: dataset.0.fath\nhint: path"),
@@ -393,7 +416,17 @@ def test_what_is_still_to_come_is_refused_by_name(words: tuple[str, ...], messag
         (("eval_steps=5",), "eval_strategy: steps, but there is no data"),
         (("val_size=0.1", "eval_strategy=steps"), "eval_strategy: steps, but not how many"),
         (("val_size=0.1", "eval_dataset=e.jsonl"), "eval_dataset and val_size are both given"),
-        (("min_lr_ratio=0.1", "lr_scheduler_type=linear"), "min_lr_ratio needs a cosine"),
+        (("min_lr_ratio=0.1", "lr_scheduler_type=linear"), "min_lr_ratio needs a schedule"),
+        (("lr_scheduler_type=cosine_with_min_lr",), "lr_scheduler_type: cosine_with_min_lr, but"),
+        (("load_best_model_at_end=true",), "load_best_model_at_end needs an evaluation"),
+        (("early_stopping_patience=2",), "early_stopping_patience needs an evaluation"),
+        (("save_strategy=best",), "save_strategy: best needs an evaluation"),
+        (("save_strategy=steps",), "save_strategy: steps, but not how many\nhint: save_steps"),
+        (("unfrozen_parameters=norm", "method=full"), "unfrozen_parameters trains a part"),
+        (("adapter_name_or_path=a", "method=full"), "adapter_name_or_path starts from an"),
+        (("fp16_accumulation=true", "dtype=bf16"), "fp16_accumulation sums products of fp16"),
+        (("resume_from_checkpoint=no/such",), "no such checkpoint: resume_from_checkpoint: no/su"),
+        (("packing=true", "train_sampling_strategy=group_by_length"), "packing fills rows"),
         (("mask_history=true", "train_on_prompt=true"), "train_on_prompt and mask_history"),
         (("micro_batch_size=3", "num_microbatch=4"), "batch_size: 16 is not num_microbatch: 4"),
     ],
@@ -441,3 +474,55 @@ def test_nothing_of_a_config_imports_torch() -> None:
 def test_every_field_says_what_it_is() -> None:
     for name, field in TrainConfig.model_fields.items():
         assert field.description, name
+
+
+def test_defaults_that_other_trainers_have_otherwise_are_said_of_their_files() -> None:
+    begin = "model_name_or_path: m\ndataset: d.jsonl\nper_device_train_batch_size: 2\n"
+    own = "model_name_or_path: m\ndataset: d.jsonl\nbatch_size: 2\n"
+    left = "not in the file, so as it is here: "
+    [line] = [
+        line for line in _from_file(f"{begin}lora_alpha: 8\nmax_steps: 5\n")[1] if left in line
+    ]
+    assert line.removeprefix(left) == (
+        "max_length: 2048, learning_rate: 0.0002, lr_scheduler_type: cosine, warmup_steps: 0.03, "
+        "lora_r: 16, target_modules: all-linear"
+    )
+    full = "\n".join(_from_file(f"{begin}finetuning_type: full\n")[1])
+    assert "learning_rate: 1e-05" in full
+    assert "lora_r" not in full
+    assert _from_file(own)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "trains_prompt"),
+    [
+        ("assistant_only_loss: false", True),
+        ("completion_only_loss: false", True),
+        ("train_on_completions: false", True),
+        ("assistant_only_loss: false\ncompletion_only_loss: true", False),
+        ("completion_only_loss: false\nassistant_only_loss: true", False),
+        ("completion_only_loss: null", False),
+    ],
+)
+def test_a_no_to_answers_alone_counts_in_a_file_too(text: str, trains_prompt: bool) -> None:
+    config, _ = _from_file(f"model: m\ndataset: d.jsonl\n{text}\n")
+    assert config.train_on_prompt is trains_prompt
+
+
+def test_weights_of_the_base_are_trained_at_its_rate() -> None:
+    given = {"model": "m", "dataset": "d.jsonl"}
+    rates = {
+        method: make_config({**given, "finetuning_type": method})[0].learning_rate
+        for method in ("lora", "qlora", "full", "freeze")
+    }
+    assert rates == {"lora": 2e-4, "qlora": 2e-4, "full": 1e-5, "freeze": 1e-5}
+
+
+def test_words_that_mean_no_clipping_and_all_layers() -> None:
+    given = {"model": "m", "dataset": "d.jsonl"}
+    for nothing in (0, 0.0, None):
+        assert make_config({**given, "max_grad_norm": nothing})[0].max_grad_norm is None
+    for every in ("all", ["all"], ["all-linear"]):
+        assert make_config({**given, "lora_target": every})[0].target_modules == "all-linear"
+    with pytest.raises(ConfigError, match="not a share below 1: warmup_ratio: 2"):
+        make_config({**given, "warmup_ratio": 2})

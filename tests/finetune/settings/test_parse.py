@@ -159,3 +159,27 @@ def test_hostile_yaml_is_broken_yaml(content: str, message: str, tmp_path: Path)
         read_file(str(path))
     with pytest.raises(ConfigError):
         parse_value("{a: !!int foo}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(
+            f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
+            for old, new in zip("abcdef", "bcdefg", strict=True)
+        ),
+        "model: m\ndataset: &d [*d]\n",
+    ],
+)
+def test_aliases_that_unfold_without_end_are_refused_at_once(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "bomb.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken YAML.*\n.*aliases that unfold"):
+        read_file(str(file))
+
+
+def test_a_few_aliases_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "few.yaml"
+    file.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]\n")
+    assert read_file(str(file)) == {"a": {"x": 1}, "b": {"x": 1, "y": 2}, "c": [{"x": 1}, {"x": 1}]}

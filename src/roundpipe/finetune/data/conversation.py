@@ -63,13 +63,18 @@ def _message(item: Any, number: int) -> Message:
     role = _ROLES.get(raw) if isinstance(raw, str) else None
     if role is None:
         raise DataError(
-            f"message {number} has an unknown role: {raw}\nhint: one of {', '.join(_ROLES)}"
+            f"message {number} has an unknown role: {str(raw)[:40]}"
+            f"\nhint: one of {', '.join(_ROLES)}"
         )
     content = _content(item.get("content", item.get("value")), number)
     if raw == "function_call":
-        return {"role": role, "content": "", "tool_calls": [_call(content, number)]}
+        return {"role": role, "content": "", "tool_calls": _calls(content, number)}
     rest = {k: v for k, v in item.items() if k not in _READ and v is not None}
+    if not rest.get("tool_calls", True):
+        del rest["tool_calls"]  # none: a template may ask whether the field is there
     if "tool_calls" in rest:
+        if not isinstance(rest["tool_calls"], list):
+            raise DataError(f"message {number} has tool_calls that are no list\nhint: {_WANT}")
         rest["tool_calls"] = [_decoded(call) for call in rest["tool_calls"]]
     elif content is None:
         raise DataError(f"message {number} has no content\nhint: {_WANT}")
@@ -97,15 +102,18 @@ def _content(value: Any, number: int) -> str | None:
     )
 
 
-def _call(text: str | None, number: int) -> dict[str, Any]:
-    """A ShareGPT function call, which is a string of JSON, as templates take it."""
+def _calls(text: str | None, number: int) -> list[dict[str, Any]]:
+    """ShareGPT's function calls, a string of JSON of one or of several, as templates take them."""
     try:
-        call = json.loads(text or "")
-        return {
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call["arguments"]},
-        }
-    except (ValueError, KeyError, TypeError) as problem:
+        found = json.loads(text or "")
+        return [
+            {
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in (found if isinstance(found, list) else [found])
+        ]
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise DataError(
             f"message {number} is not a function call: {(text or '')[:60]}"
             '\nhint: {"name": …, "arguments": {…}}'

@@ -1,32 +1,24 @@
-"""A conversation as text, and where in that text the answers stand.
+"""The chat template of a tokenizer: which one, and what it writes.
 
-Spans are found by position. With R(k) the rendering of the first k messages and R+(k) the same with
-the header that asks for an answer, the answer in message k is what R(k+1) has beyond R+(k):
-
-    R+(k)    <user>How many?</user><assistant>
-    R(k+1)   <user>How many?</user><assistant>There are 12.</assistant>
-    all      <user>How many?</user><assistant>There are 12.</assistant><user>Why?</user> …
-
-Both must be beginnings of the whole text. A template that writes an earlier turn differently once
-another follows (it drops old reasoning, say) has no such span: training there would teach something
-that is never asked for, so it is refused by name.
+A template is a program that comes with a model. It runs in the sandbox of transformers, and one
+that names anything of Python's inside is refused before it runs. It may ask for the date: it is
+always told the same one, so that the same data is the same tokens tomorrow, when an interrupted
+run goes on.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cache
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
 
 from roundpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from roundpipe.finetune.data.conversation import Conversation
 
 CHATML = (
@@ -35,42 +27,42 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """Text with the spans (start, end) of characters that are trained, in order.
-
-    ``ends_open`` says that the last trained turn has no end token in the text, so that one must be
-    put behind it; ``add_special_tokens`` whether the tokenizer is to add its own.
-    """
-
-    text: str
-    spans: list[tuple[int, int]]
-    ends_open: bool
-    add_special_tokens: bool
+# The date that Llama 3 writes where it is not told one.
+_DATE = {"%Y": "2024", "%y": "24", "%B": "July", "%b": "Jul", "%m": "07", "%d": "26", "%-d": "26"}
+_DATE |= {"%A": "Friday", "%a": "Fri", "%j": "208", "%H": "00", "%M": "00", "%S": "00"}
+_TELL_DATE = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f".replace('{code}', '{text}')" for code, text in _DATE.items())
+    + " }}{%- endmacro -%}"
+)
+_INSIDE = re.compile(r"(^|[.\[])__\w+")  # names that Python keeps for itself
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def use_chat_template(tokenizer: Any, choice: str) -> None:
     """Set the tokenizer's chat template to ``choice``: auto leaves the model's own.
 
-    The tokenizer is changed, so that what is saved is what was trained with. Raises ConfigError.
+    The tokenizer is changed, so that what is saved is what was trained with. Raises ConfigError,
+    also for a template that is broken or reaches for what it may not touch.
     """
+    _set_template(tokenizer, choice)
+    template = tokenizer.chat_template
+    for text in template.values() if isinstance(template, dict) else [template]:
+        if text:
+            _refuse_hostile(text, name_of(tokenizer) if choice in ("auto", "chatml") else choice)
+
+
+def _set_template(tokenizer: Any, choice: str) -> None:
     if choice == "auto":
         return
     if choice == "chatml":
         tokenizer.chat_template = CHATML
         return
     path = Path(choice).expanduser()
-    if path.suffix in (".jinja", ".j2"):
-        try:
-            tokenizer.chat_template = path.read_text(encoding="utf-8")
-        except OSError as problem:
-            raise ConfigError(
-                f"cannot read chat_template: {choice}: {(problem.strerror or 'error').lower()}"
-                "\nhint: chat_template=auto uses the model's own"
-            ) from problem
+    if path.suffix in (".jinja", ".jinja2", ".j2"):
+        tokenizer.chat_template = _read(path, choice)
         return
-    template = _in_folder(path) if path.is_dir() else _of_model(choice)
+    template = _in_folder(path, choice) if path.is_dir() else _of_model(choice)
     if not template:
         raise ConfigError(
             f"no chat template there: chat_template: {choice}\nhint: chat_template=chatml"
@@ -78,13 +70,32 @@ def use_chat_template(tokenizer: Any, choice: str) -> None:
     tokenizer.chat_template = template
 
 
-def _in_folder(folder: Path) -> Any:
+def _read(path: Path, choice: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as problem:
+        why = getattr(problem, "strerror", None) or "not UTF-8"
+        raise ConfigError(
+            f"cannot read chat_template: {choice}: {why.lower()}"
+            "\nhint: chat_template=auto uses the model's own"
+        ) from problem
+
+
+def _in_folder(folder: Path, choice: str) -> Any:
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return _read(file, choice)
     settings = folder / "tokenizer_config.json"
     if settings.exists():
-        return json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        try:
+            template = json.loads(_read(settings, choice)).get("chat_template")
+        except (ValueError, AttributeError) as problem:
+            raise ConfigError(
+                f"broken JSON: chat_template: {settings}\nhint: chat_template=FILE.jinja"
+            ) from problem
+        if isinstance(template, list):  # several, by name, as they were once written
+            return {entry["name"]: entry["template"] for entry in template}
+        return template
     return None
 
 
@@ -92,115 +103,99 @@ def _of_model(name: str) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415, seconds to import and rarely needed
 
     try:
-        return AutoTokenizer.from_pretrained(name).chat_template
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False).chat_template
     except (OSError, ValueError) as problem:
         raise ConfigError(
             f"no such model: chat_template: {name}\nhint: chat_template=auto, chatml, or FILE.jinja"
         ) from problem
 
 
-def render(
-    conversation: Conversation, tokenizer: Any, *, everything: bool, only_last: bool
-) -> Rendered:
-    """Write a conversation as the model's template does and find what of it is trained.
+def _refuse_hostile(template: str, name: str) -> None:
+    """Raise ConfigError for a template that cannot be read, or that names Python's own insides.
 
-    ``everything`` trains the prompt too, ``only_last`` the last answer alone. Raises DataError
-    where the template refuses the row, ConfigError where it cannot be trained with at all.
+    The sandbox turns most of these to nothing; a template that tries is not one to train with.
     """
-    if not tokenizer.chat_template:
-        return _concatenate(conversation, everything=everything)
-
-    @cache
-    def write(count: int, *, ask: bool = False) -> str:
-        return _apply(tokenizer, conversation, count, ask=ask)
-
-    messages, total = conversation.messages, len(conversation.messages)
-    whole = write(total)
-    answers = [
-        i
-        for i, message in enumerate(messages)
-        if message["role"] == "assistant" and conversation.trained[i]
-    ]
-    ends = _end_tokens(tokenizer)
-    if everything:
-        spans = [(0, len(whole))]
-    else:
-        chosen = answers[-1:] if only_last else answers
-        spans = [_span(i, whole, write, tokenizer) for i in chosen]
-        spans = [(start, _turn_end(whole, start, end, ends)) for start, end in spans]
-    ends_open = bool(answers) and answers[-1] == total - 1 and not _is_ended(whole, ends)
-    return Rendered(whole, spans, ends_open, add_special_tokens=False)
-
-
-def _apply(tokenizer: Any, conversation: Conversation, count: int, *, ask: bool) -> str:
     try:
-        text = tokenizer.apply_chat_template(
-            conversation.messages[:count],
-            tools=conversation.tools,
-            tokenize=False,
-            add_generation_prompt=ask,
-        )
-    except TemplateError as problem:
-        why = " ".join(str(problem).split()) or type(problem).__name__
-        raise DataError(
-            f"the chat template refuses the conversation: {why}\nhint: on_bad_line=skip"
-        ) from problem
-    return str(text)
+        for line, kind, value in Environment(autoescape=False).lex(template):
+            if kind in ("name", "string") and _INSIDE.search(value.strip("\"'")):
+                raise ConfigError(
+                    f"the chat template of {name} reaches for what a template may not touch: "
+                    f"{value} in line {line}\nhint: chat_template=chatml, or FILE.jinja"
+                )
+    except TemplateSyntaxError as problem:
+        raise _broken(name, problem) from problem
 
 
-def _span(index: int, whole: str, write: Callable[..., str], tokenizer: Any) -> tuple[int, int]:
-    """The characters of answer ``index``, its end token included."""
-    if index == 0:
-        raise DataError(
-            "the conversation starts with an answer, which nothing asks for"
-            "\nhint: on_bad_line=skip, or mask_history=true"
-        )
-    before, after = write(index, ask=True), write(index + 1)
-    if whole.startswith(before) and whole.startswith(after) and len(after) > len(before):
-        return len(before), len(after)
-    raise ConfigError(_rewrites(index, whole, before, tokenizer))
-
-
-def _rewrites(index: int, whole: str, before: str, tokenizer: Any) -> str:
-    name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
-    if whole.startswith(before):
-        return (
-            f"the chat template of {name} writes answer {index + 1} differently once more messages "
-            "follow, so what to train cannot be told by position"
-            "\nhint: mask_history=true trains each last answer, or chat_template=chatml"
-        )
-    return (
-        f"the chat template of {name} asks for an answer with other text than it writes before "
-        f"message {index + 1}, so what to train cannot be told by position"
-        "\nhint: chat_template=chatml, or a template of your own: chat_template=FILE.jinja"
+def _broken(name: str, problem: TemplateSyntaxError) -> ConfigError:
+    return ConfigError(
+        f"the chat template of {name} is broken: line {problem.lineno}: {problem.message}"
+        "\nhint: chat_template=chatml, or FILE.jinja"
     )
 
 
-def _end_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Text of every token that is special; never a word that an answer may end in."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    special: Iterable[str] = (str(token) for token in added if getattr(token, "special", False))
-    return tuple({*special, *map(str, tokenizer.all_special_tokens)})
+def name_of(tokenizer: Any) -> str:
+    """The model's name or folder, for messages."""
+    return getattr(tokenizer, "name_or_path", "") or "this tokenizer"
 
 
-def _turn_end(whole: str, start: int, end: int, ends: tuple[str, ...]) -> int:
-    """Where a turn's end token ends: white space behind it belongs to the template."""
-    turn = whole[start:end].rstrip()
-    return start + len(turn) if turn.endswith(ends) else end
+class ChatTemplate:
+    """What a tokenizer's template writes of one conversation."""
 
+    def __init__(self, tokenizer: Any, conversation: Conversation) -> None:
+        self._tokenizer = tokenizer
+        self._conversation = conversation
+        self.source: str = tokenizer.get_chat_template(None, conversation.tools)
+        if "strftime_now" in self.source:
+            self.source = _TELL_DATE + self.source
 
-def _is_ended(whole: str, ends: tuple[str, ...]) -> bool:
-    return whole.rstrip().endswith(ends)
+    def write(self, count: int, *, ask: bool = False) -> str:
+        """The first ``count`` messages as text, with the header for an answer where ``ask``.
 
-
-def _concatenate(conversation: Conversation, *, everything: bool) -> Rendered:
-    """Prompt and completion as they stand, for a tokenizer without chat template."""
-    if conversation.plain is None or "tool_calls" in conversation.messages[-1]:
-        raise ConfigError(
-            "the tokenizer has no chat template to write messages with"
-            "\nhint: chat_template=chatml, or a dataset of prompt and completion strings"
+        Raises DataError where the template refuses them, ConfigError where it cannot be used.
+        """
+        return str(
+            self._guarded(
+                self._tokenizer.apply_chat_template,
+                self._conversation.messages[:count],
+                tools=self._conversation.tools,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=ask,
+            )
         )
-    prompt, completion = conversation.plain
-    text = prompt + completion
-    start = 0 if everything else len(prompt)
-    return Rendered(text, [(start, len(text))], ends_open=True, add_special_tokens=True)
+
+    def marks(self, count: int) -> list[tuple[int, int]]:
+        """Characters (start, end) that the template marks as generated, in order; often none."""
+        if not _MARKS.search(self.source):
+            return []
+        from transformers.utils.chat_template_utils import (  # noqa: PLC0415, as is torch
+            render_jinja_template,
+        )
+
+        _, marks = self._guarded(
+            render_jinja_template,
+            [self._conversation.messages[:count]],
+            tools=self._conversation.tools,
+            chat_template=self.source,
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        return [(start, end) for start, end in marks[0] if end > start]
+
+    def _guarded(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ``run`` returns; an error of the template as ours."""
+        try:
+            return run(*args, **kwargs)
+        except SecurityError as problem:
+            raise ConfigError(
+                f"the chat template of {name_of(self._tokenizer)} reaches for what a template may "
+                f"not touch: {problem}\nhint: chat_template=chatml, or FILE.jinja"
+            ) from problem
+        except TemplateSyntaxError as problem:
+            raise _broken(name_of(self._tokenizer), problem) from problem
+        # A template may do anything with a row, and fail in any way on what it did not expect.
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as problem:
+            why = " ".join(str(problem).split()) or type(problem).__name__
+            raise DataError(
+                f"the chat template refuses the conversation: {why}\nhint: on_bad_line=skip"
+            ) from problem

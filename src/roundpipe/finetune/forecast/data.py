@@ -1,65 +1,76 @@
 """How much data a job goes over, found out cheaply: a few thousand rows tell the rest.
 
-Rows are counted by their lines. Lengths are told by the tokenizer where it is at hand without a
+Rows are counted by their lines or by what a table says of itself, of a very large file by the bytes
+that the first of them take. Lengths are told by the tokenizer where it is at hand without a
 network, else by characters; of a large file only the first rows are tokenised, and the rest is
 taken to be alike.
 """
 
 from __future__ import annotations
 
-import gzip
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.data.rows import read_rows
+from roundpipe.finetune.data.rows import open_rows, read_rows
 from roundpipe.finetune.model.source import locate_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from roundpipe.finetune.model.source import ModelSource
     from roundpipe.finetune.settings.fields import DatasetEntry, TrainConfig
 
+_DRAWN_BATCHES = 16  # at least, whose mean length stands for that of all
+_MOST_DRAWN = 128  # rows of a batch; of larger ones fewer tell as much
 _MOST_ROWS = 2000  # that are looked into, over all files
 _CHARACTERS = 4.0  # of a token, where there is no tokenizer
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class DataSize:
     """``lengths``: tokens of the samples that were looked into, sorted and cut at max_length.
 
-    ``is_exact``: every sample was tokenised.
+    ``is_exact``: every sample was tokenised; ``rows``: what an epoch goes over, where that is other
+    than the samples: several are packed in one, or an entry has a weight. With packing lengths are
+    those of rows.
     """
 
     samples: int
     lengths: tuple[int, ...]
     is_exact: bool
+    rows: int | None = None
 
-    def padded_length(self, batch_size: int) -> float:
-        """Mean length of a batch, padded to its longest sample.
+    def padded_length(self, batch_size: int, num_microbatch: int = 1) -> float:
+        """Mean length of a batch's rows, each microbatch padded to its longest.
 
-        Of n samples, B drawn without repetition all lie among the first i with probability
-        C(i, B) / C(n, B), which falls from i to i - 1 by a factor of (i - B) / i.
+        Of a few batches drawn as training draws them and cut as it cuts them.
         """
-        count = len(self.lengths)
-        drawn = min(batch_size, count)
-        mean, within = 0.0, 1.0
-        for at in range(count, 0, -1):
-            below = within * max(at - drawn, 0) / at
-            mean += self.lengths[at - 1] * (within - below)
-            within = below
-        return mean
+        import numpy as np  # noqa: PLC0415
+
+        from roundpipe.finetune.data.cut import best_sizes  # noqa: PLC0415
+        from roundpipe.finetune.data.permutation import permuted  # noqa: PLC0415
+
+        lengths = np.array(self.lengths, np.int64)
+        total = len(lengths)
+        passes = -(-_DRAWN_BATCHES * min(batch_size, total, _MOST_DRAWN) // total)
+        padded = 0
+        for number in range(passes):
+            drawn = lengths[permuted(np.arange(total), total, f"forecast {number}")]
+            for start in range(0, total, batch_size):
+                longest_first = np.sort(drawn[start : start + batch_size])[::-1]
+                sizes = best_sizes(longest_first, min(num_microbatch, len(longest_first)))
+                padded += int((longest_first[np.cumsum(sizes) - sizes] * sizes).sum())
+        return padded / (passes * total)
 
     def steps(self, config: TrainConfig) -> int:
         """Optimizer steps of the job."""
-        from roundpipe.finetune.data.length import RunLength  # noqa: PLC0415, torch
-
+        rows = self.samples if self.rows is None else self.rows
         held_out = config.val_size or 0
-        count = held_out * self.samples if held_out < 1 else held_out
-        return RunLength.of(config, max(self.samples - round(count), 1)).total_steps
+        share = held_out if held_out < 1 else held_out / max(self.samples, 1)
+        per_epoch = math.ceil(max(rows - round(share * rows), 1) / config.batch_size)
+        return config.max_steps or max(1, math.ceil(config.num_train_epochs * per_epoch))
 
 
 def measure_data(config: TrainConfig, tokenizer: Any | None) -> DataSize:
@@ -68,6 +79,7 @@ def measure_data(config: TrainConfig, tokenizer: Any | None) -> DataSize:
     ``tokenizer``: one of transformers; without it lengths are guessed by characters.
     """
     total = looked = 0
+    seen = 0.0
     lengths: list[int] = []
     for entry in config.dataset:
         count = count_rows(entry)
@@ -75,10 +87,22 @@ def measure_data(config: TrainConfig, tokenizer: Any | None) -> DataSize:
         part = replace_entry(entry, min(room, count))
         found = _lengths(config.model_copy(update={"dataset": (part,)}), tokenizer)
         looked += min(room, count)
-        total += round(count * len(found) / max(min(room, count), 1))
+        usable = round(count * len(found) / max(min(room, count), 1))
+        total += usable
+        seen += usable * entry.weight
         lengths += found
     cut = sorted(min(length, config.max_length) for length in lengths)
-    return DataSize(total, tuple(cut), tokenizer is not None and looked >= total)
+    rows = max(1, round(seen))
+    if config.packing and cut:
+        import numpy as np  # noqa: PLC0415
+
+        from roundpipe.finetune.data.packing import pack  # noqa: PLC0415
+
+        packed = sorted(pack(np.array(cut), config.max_length).tokens.tolist())
+        rows = max(1, round(rows * len(packed) / len(cut)))
+        cut = packed
+    is_exact = tokenizer is not None and looked >= total
+    return DataSize(total, tuple(cut), is_exact, None if rows == total else rows)
 
 
 def replace_entry(entry: DatasetEntry, most: int) -> DatasetEntry:
@@ -87,30 +111,28 @@ def replace_entry(entry: DatasetEntry, most: int) -> DatasetEntry:
 
 
 def count_rows(entry: DatasetEntry) -> int:
-    """Rows of a file, by its lines where it has one a line; at most ``max_samples``."""
-    path = Path(entry.path).expanduser()
-    first = next(iter(read_rows(replace_entry(entry, 1))))  # says what is wrong with the file
+    """Rows of an entry, at most ``max_samples``; about so many where its files are very large.
+
+    Raises DataError.
+    """
+    source = open_rows(entry)
+    first = next(iter(read_rows(replace_entry(entry, 1), source=source)))  # says what is wrong
     del first
-    if ".json" in [suffix.lower() for suffix in path.suffixes]:
-        count = sum(1 for _ in read_rows(entry, on_bad_line=lambda problem: None))
-    else:
-        count = sum(1 for line in _blocks_of_lines(path) if line.strip())
+    count = source.count()
     return count if entry.max_samples is None else min(count, entry.max_samples)
-
-
-def _blocks_of_lines(path: Path) -> Iterator[bytes]:
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        yield from file
 
 
 def _lengths(config: TrainConfig, tokenizer: Any | None) -> Sequence[int]:
     if tokenizer is not None:
         from roundpipe.finetune.data.dataset import load_dataset  # noqa: PLC0415, seconds
 
-        plain = config.model_copy(update={"eval_dataset": None, "val_size": None})
-        return [len(sample.input_ids) for sample in load_dataset(plain, tokenizer).samples]
-    rows = (row for _, row in read_rows(config.dataset[0], on_bad_line=lambda problem: None))
-    return [max(1, round(_characters(row) / _CHARACTERS)) for row in rows]
+        changes = {"eval_dataset": None, "val_size": None, "dataset_prepared_path": None}
+        found: list[int] = load_dataset(
+            config.model_copy(update=changes), tokenizer
+        ).samples.lengths.tolist()
+        return found
+    rows = read_rows(config.dataset[0], report=lambda problem, place, raw: None)
+    return [max(1, round(_characters(row.values) / _CHARACTERS)) for row in rows]
 
 
 def _characters(value: Any) -> int:

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError, PlanError
+from roundpipe.finetune.forecast.duration import data_notes, duration
 from roundpipe.finetune.forecast.hints import fitting_hints, speed_hints
 from roundpipe.finetune.forecast.machines import load_machine
 from roundpipe.finetune.forecast.memory import Case
 from roundpipe.finetune.forecast.profile import profile_of
-from roundpipe.finetune.forecast.speed import best_speed, bound_seconds, likely_sizes
+from roundpipe.finetune.forecast.speed import best_speed, likely_sizes
 from roundpipe.models.estimate.costs import Job
 from roundpipe.plan.amounts import write_bytes
-from roundpipe.report.forecast import Duration, Forecast, Hint, Need, Pace
+from roundpipe.report.forecast import Forecast, Hint, Need, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -169,18 +170,26 @@ def forecast(
         longest=case.longest(),
         longest_known=profile.longest,
         pace=None if speed is None else pace_of(speed),
-        notes=(*wish.notes, *machine.notes, *profile.notes, *_length_notes(wish, profile)),
-        later=wish.later,
+        notes=(
+            *wish.notes,
+            *machine.notes,
+            *profile.notes,
+            *_length_notes(wish, profile),
+            *data_notes(wish),
+        ),
         problem=problem,
     )
     if speed is not None:
         with waiting("reading the data"):
-            made = replace(made, duration=_duration(wish, speed))
+            made = replace(made, duration=duration(wish, speed))
     return Found(replace(made, hints=_hints(wish, made, case, speed, environment)), case, speed)
 
 
-def check_host(wish: Wish, machine: Machine, *, environment: Mapping[str, str]) -> None:
-    """Raise PlanError if host memory would not hold the run, with what would; reads no weight."""
+def check_host(wish: Wish, machine: Machine, *, environment: Mapping[str, str]) -> Case:
+    """Raise PlanError if host memory would not hold the run, with what would; reads no weight.
+
+    Returns what was counted.
+    """
     _require_countable(wish)
     machine = limited(machine, wish)
     job = job_of(wish, machine)
@@ -192,7 +201,7 @@ def check_host(wish: Wish, machine: Machine, *, environment: Mapping[str, str]) 
     )
     has = machine.host.memory_bytes
     if needs <= has:
-        return
+        return case
     hints = fitting_hints(wish, case, ("host memory",), environment)
     way_out = ", or ".join(map(str, hints)) or f"a machine with {write_bytes(needs)} of memory"
     raise PlanError(
@@ -275,13 +284,13 @@ def machine_words(machine: Machine) -> str:
 def _needs(wish: Wish, case: Case, device: DeviceNeed, host: HostBytes) -> tuple[Need, ...]:
     machine = case.machine
     is_cpu = all(card.in_host for card in machine.cards)
-    total, disk = case.disk(wish.save_total_limit)
+    total, disk = case.disk(wish.kept, only_model=wish.config.save_only_model)
     fetched = f"download {write_bytes(disk.download)}, "
     if Path(wish.model).expanduser().exists() or wish.model.startswith("package:"):
         total, fetched = total - disk.download, ""
     kept = ""
-    if wish.save_total_limit is not None:
-        kept = f"{wish.save_total_limit} + 1 checkpoints of {write_bytes(disk.checkpoint)}, "
+    if wish.kept is not None:
+        kept = f"{wish.kept} + 1 checkpoints of {write_bytes(disk.checkpoint)}, "
     return (
         Need(
             "cpu" if is_cpu else "gpu",
@@ -352,31 +361,6 @@ def _length_notes(wish: Wish, profile: Profile) -> list[str]:
     if profile.longest is not None and length > profile.longest:
         return [f"max_length {length:,} is beyond what the model was made for: {profile.longest:,}"]
     return []
-
-
-def _duration(wish: Wish, speed: Speed) -> Duration | None:
-    """The whole job: batches are padded to their longest sample, not to ``max_length``."""
-    config = wish.config
-    if not wish.has_dataset:
-        if config.max_steps is None:
-            return None
-        return Duration(config.max_steps, config.max_steps * speed.seconds, "max_steps")
-    from roundpipe.finetune.forecast.data import local_tokenizer, measure_data  # noqa: PLC0415
-
-    data = measure_data(config, local_tokenizer(wish.model))
-    steps = data.steps(config)
-    mean = max(round(data.padded_length(config.batch_size)), 2)
-    full = bound_seconds(speed.case, size=speed.size)
-    seconds = speed.seconds * bound_seconds(speed.case, size=speed.size, length=mean) / full
-    names = ", ".join(Path(entry.path).name for entry in config.dataset)
-    what = f"{config.num_train_epochs:g} epochs of {names}" if config.max_steps is None else names
-    about = "" if data.is_exact else "about "
-    return Duration(
-        steps,
-        steps * seconds,
-        what,
-        f"{about}{data.samples:,} samples, batches of {about}{mean:,} tokens a sample",
-    )
 
 
 def _hints(

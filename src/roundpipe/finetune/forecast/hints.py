@@ -152,10 +152,14 @@ class _Trials:
 
 def _for_disk(wish: Wish, case: Case) -> Hint:
     has = case.machine.host.disk_bytes or 0
-    limit = wish.save_total_limit
-    for fewer in range((limit or 1) - 1, -1, -1) if limit else ():
-        if case.disk(fewer)[0] <= has:
+    is_small = wish.config.save_only_model
+    for fewer in range((wish.kept or 1) - 1, 0, -1):
+        if case.disk(fewer, only_model=is_small)[0] <= has:
             return Hint(f"save_total_limit={fewer}")
+    if wish.kept and case.disk(wish.kept, only_model=True)[0] <= has:
+        return Hint("save_only_model=true")
+    if wish.kept and case.disk(0)[0] <= has:
+        return Hint("save_strategy=no")
     return Hint("output_dir=FOLDER on a larger disk")
 
 

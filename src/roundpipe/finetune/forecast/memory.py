@@ -142,12 +142,17 @@ class Case:
         host = self.least_host(size=1, length=length, batch=batch)
         return self.host_total(host, device) <= self.machine.host.memory_bytes
 
-    def disk(self, save_total_limit: int | None) -> tuple[int, Disk]:
-        """Bytes in all, and what they are. None: no checkpoint is kept beside the result."""
-        found = disk(self.profile, self.job, save_total_limit=save_total_limit)
-        if save_total_limit is None:
+    def disk(self, kept: int | None, *, only_model: bool = False) -> tuple[int, Disk]:
+        """Bytes in all with so many checkpoints beside one in the making, and what they are.
+
+        None: of checkpoints without end none is counted. ``only_model``: those that are kept are
+        model files alone.
+        """
+        found = disk(self.profile, self.job, save_total_limit=kept)
+        if kept is None:
             return found.download + found.result, found
-        return found.total, found
+        state = found.checkpoint - found.result
+        return found.total - (kept * state if only_model else 0), found
 
 
 def single_layers(of: Costs) -> Partition:

@@ -6,7 +6,9 @@ fp32 masters of every trained weight, so that a second fp32 copy on the device w
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import difflib
 import re
 import warnings
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from roundpipe.models.routed import ROUTED, is_routed
 from roundpipe.models.text_only import other_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from peft import PeftModel
     from torch import nn
     from transformers import PreTrainedModel
@@ -60,18 +64,35 @@ def add_adapter(
     ConfigError where peft refuses the settings.
     """
     lora = lora_config(config)
+    _require_named(lora, model)
     _leave_out_routed(lora, model)
     _leave_out_unread(lora, model)
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # peft 0.21 asks transformers 5.24 for a name that is about to go
-            warnings.filterwarnings("ignore", category=FutureWarning)
+        with torch.random.fork_rng(devices=[]), quiet_peft():
             torch.manual_seed(seed)
             wrapped = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    except ValueError as error:
+    except (ValueError, NotImplementedError, TypeError, ImportError) as error:
         raise ConfigError(f"{error}\nhint: {_hint(config, model, str(error))}") from error
-    _set_base(wrapped, source)
+    if getattr(lora, "target_modules_to_tie", None):
+        raise ConfigError(
+            "peft: ensure_weight_tying ties adapters of embedding and head, which is not supported"
+            "\nhint: modules_to_save=embed_tokens trains the weight itself, and the two stay tied"
+        )
+    set_base(wrapped, source)
     return wrapped  # type: ignore[no-any-return, unused-ignore]
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Silence what peft warns of while it makes an adapter.
+
+    It asks transformers for names that are about to go (0.21), and says of tied weights at length
+    what `roundpipe.finetune.model.methods` says in a line.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning)
+        yield
 
 
 def lora_config(config: TrainConfig) -> LoraConfig:
@@ -93,6 +114,48 @@ def lora_config(config: TrainConfig) -> LoraConfig:
         raise ConfigError(
             f"peft: {error}\nhint: the keys under peft are the fields of LoraConfig of peft"
         ) from error
+
+
+def _require_named(lora: LoraConfig, model: nn.Module) -> None:
+    """Raise ConfigError for a name in a list that names no module: peft passes over all but all.
+
+    A misspelt module would go untrained for a whole run. Not where peft renames what the user said
+    (experts that were modules once).
+    """
+    read = copy.deepcopy(lora)
+    with quiet_peft():
+        convert_peft_config_for_transformers(read, model, None)
+    modules = [name for name, _ in model.named_modules()]
+    weights = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for key, names in (
+        ("target_modules", modules),
+        ("modules_to_save", modules),
+        ("target_parameters", weights),
+    ):
+        asked = getattr(read, key)
+        if asked is None or isinstance(asked, str) or asked != _same(getattr(lora, key), asked):
+            continue
+        absent = [a for a in asked if not any(n == a or n.endswith(f".{a}") for n in names)]
+        if absent:
+            raise ConfigError(
+                f"{key}: nothing in the model is called like that: {absent[0]}\n"
+                f"hint: {_instead(key, sorted(asked), absent, names)}"
+            )
+
+
+def _instead(key: str, asked: list[str], absent: list[str], names: list[str]) -> str:
+    """The list as it was meant, where that can be guessed; else what there is."""
+    depth = max(name.count(".") for name in absent) + 1
+    kinds = sorted({".".join(n.split(".")[-depth:]) for n in names if n and not n[-1].isdigit()})
+    near = {name: difflib.get_close_matches(name, kinds, n=1, cutoff=0.5) for name in absent}
+    if all(near.values()):
+        meant = [near[name][0] if name in near else name for name in asked]
+        return f"{key}={', '.join(dict.fromkeys(meant))}"
+    return f"{key}: names end in {', '.join(kinds[:12])}"
+
+
+def _same(given: Any, like: Any) -> Any:
+    return type(like)(given) if given is not None else None
 
 
 def _leave_out_routed(lora: LoraConfig, model: nn.Module) -> None:
@@ -128,15 +191,16 @@ def _leave_out_unread(lora: LoraConfig, model: PreTrainedModel) -> None:
 
 
 def refuse_packed(model: nn.Module) -> None:
-    """Raise ConfigError for a module that is trained whole and has weights in 4 bits.
+    """Raise ConfigError for a weight in 4 bits that is to be trained itself.
 
     ``model`` has stand-ins for such weights: what peft made of one is a copy of no number.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.detach().flatten()[:1].isnan().any():
             raise ConfigError(
-                f"modules_to_save: weights in 4 bits cannot be trained: {name}\n"
-                "hint: name modules outside the blocks, or finetuning_type=lora"
+                f"weights in 4 bits cannot be trained: {name}\n"
+                "hint: modules_to_save and unfrozen_parameters can name what is outside the "
+                "blocks; else the model in 16 bits with finetuning_type=lora"
             )
 
 
@@ -145,13 +209,13 @@ def _plain(names: Any) -> Any:
     return list(names) if isinstance(names, (tuple, set, frozenset)) else names
 
 
-def _set_base(wrapped: PeftModel, source: ModelSource) -> None:
+def set_base(wrapped: PeftModel, source: ModelSource) -> None:
     """Say in the adapter what it was trained on as the user said it, never as a cache path.
 
     peft overwrites the field with the folder that the model was loaded from.
     """
     for adapter in wrapped.peft_config.values():
-        adapter.base_model_name_or_path = source.location if source.is_hub else source.given
+        adapter.base_model_name_or_path = source.hub_id or source.given
         adapter.revision = source.revision if source.is_hub else None
 
 

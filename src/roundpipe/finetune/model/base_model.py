@@ -7,21 +7,25 @@ so that all that trains there trains here, and errors are those that people know
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError, RoundPipeError
 from roundpipe.finetune.model.from_transformers import load_model, quiet_transformers
+from roundpipe.models.loading.distrust import config_fields
 from roundpipe.models.loading.load import open_causal_lm
 from roundpipe.models.loading.pack_model import pack_model
 from roundpipe.store.packed import quiet_bitsandbytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from contextlib import AbstractContextManager
 
     import torch
 
+    from roundpipe.finetune.model.hub import Shows
     from roundpipe.finetune.model.source import ModelSource
     from roundpipe.models.loading.load import OpenedModel
     from roundpipe.store.frozen import Base
@@ -45,16 +49,22 @@ class BaseModel:
 
 
 def load_base(
-    source: ModelSource, method: str, *, dtype: torch.dtype, attn_implementation: str = "sdpa"
+    source: ModelSource,
+    method: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "sdpa",
+    terminal: Shows | None = None,
 ) -> BaseModel:
     """Load the base model onto the host in ``dtype`` for a ``finetuning_type``.
 
-    ``qlora`` packs the matrices of its blocks. Reads or downloads files. Raises ConfigError for
-    what `load_model` refuses, for weights in 4 bits that are to be trained in full, and where
-    ``qlora`` cannot pack.
+    ``qlora`` packs the matrices of its blocks. Reads or downloads files, and shows on ``terminal``
+    how far it is. Raises ConfigError for what `load_model` refuses, for weights in 4 bits that are
+    to be trained in full, and where ``qlora`` cannot pack.
     """
     if source.gguf_file is not None:
-        return _unpacked(source, method, dtype, attn_implementation)
+        with _waiting(terminal, f"unpacking {source.name} from GGUF"):
+            return _unpacked(source, method, dtype, attn_implementation)
     try:
         with quiet_transformers(), quiet_bitsandbytes():
             opened = open_causal_lm(
@@ -69,22 +79,42 @@ def load_base(
             raise ConfigError(
                 f"model_name_or_path: cannot load {source.given} in 4 bits: {error}"
             ) from error
+        if _is_quantized(source):  # its own library's layers are no matrices that we know
+            raise ConfigError(f"model_name_or_path: cannot load {source.given}: {error}") from error
         logger.info("transformers loads the model: %s", str(error).partition("\n")[0])
-        model = load_model(source, dtype=dtype, attn_implementation=attn_implementation)
+        with _waiting(terminal, f"loading {source.name}"):
+            model = load_model(source, dtype=dtype, attn_implementation=attn_implementation)
         return BaseModel(model)
     if opened.is_packed and method == "full":
         raise ConfigError(
             f"model_name_or_path: weights in 4 bits cannot be trained in full: {source.given}\n"
             "hint: finetuning_type=qlora, or the model in 16 bits as its authors published it"
         )
-    return _loaded(opened)
+    return _loaded(opened, source, terminal)
 
 
-def _loaded(opened: OpenedModel) -> BaseModel:
+def _is_quantized(source: ModelSource) -> bool:
+    fields = config_fields(Path(source.location)) if source.is_here else {}
+    texts = [fields, *(inner for inner in fields.values() if isinstance(inner, dict))]
+    return any(inner.get("quantization_config") for inner in texts)
+
+
+def _loaded(opened: OpenedModel, source: ModelSource, terminal: Shows | None) -> BaseModel:
     is_packed = opened.is_packed
-    with quiet_transformers(), quiet_bitsandbytes():
-        loaded = opened.load()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet_transformers())
+        stack.enter_context(quiet_bitsandbytes())
+        progress = None
+        if terminal is not None:
+            counting = terminal.counting(f"loading {source.name}", opened.num_file_bytes)
+            show = stack.enter_context(counting)
+            progress = lambda done, total: show(done)  # noqa: E731
+        loaded = opened.load(progress=progress)
     return BaseModel(loaded.model, loaded.bases, is_packed, loaded.folder)
+
+
+def _waiting(terminal: Shows | None, what: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext() if terminal is None else terminal.waiting(what)
 
 
 def _unpacked(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -37,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 _NO_TOKENIZER = (
     "copy tokenizer.json and tokenizer_config.json of the original model into the folder"
+)
+_NO_TOKENIZER_ON_HUB = (
+    "hf download {} --local-dir FOLDER, copy tokenizer.json and tokenizer_config.json of the "
+    "original model into it, then model_name_or_path=FOLDER"
 )
 _OFFLINE = (
     "the hub cannot be reached and the files are not in its cache; "
@@ -76,7 +79,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         )
     if tokenizer is None or len(tokenizer) == 0:
         raise ConfigError(
-            f"model_name_or_path: no tokenizer in: {source.given}\nhint: {_NO_TOKENIZER}"
+            f"model_name_or_path: no tokenizer in: {source.given}\n"
+            f"hint: {_hint(source, 'tokenizer', OSError())}"
         )
     return tokenizer
 
@@ -148,7 +152,8 @@ def _class_of(source: ModelSource) -> Any:
 
 
 def _place(source: ModelSource) -> dict[str, Any]:
-    place = {"revision": source.revision, "gguf_file": source.gguf_file}
+    revision = None if source.is_here else source.revision
+    place = {"revision": revision, "gguf_file": source.gguf_file}
     return {key: value for key, value in place.items() if value is not None}
 
 
@@ -188,7 +193,9 @@ def _explained(source: ModelSource, what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a reader of a torn file or one of 400 classes raises
         first_line = next((line for line in str(error).splitlines() if line.strip()), "no message")
         raise ConfigError(
             f"model_name_or_path: cannot load the {what} of {source.given}: {first_line.strip()}\n"
@@ -206,8 +213,10 @@ def _hint(source: ModelSource, what: str, error: BaseException) -> str:
     for kind, way_out in _WAYS_OUT_BY_KIND.items():
         if kind in kinds:
             return way_out
-    if what == "tokenizer" and not source.is_hub:
-        return _NO_TOKENIZER
+    if source.gguf_file is not None:
+        return "an interrupted download leaves such a file: fetch it again; or update transformers"
+    if what == "tokenizer" and source.is_here:
+        return _NO_TOKENIZER if not source.is_hub else _NO_TOKENIZER_ON_HUB.format(source.hub_id)
     return "the same fails with transformers alone; check the files, or update transformers"
 
 

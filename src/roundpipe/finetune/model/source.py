@@ -8,38 +8,56 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roundpipe.errors import ConfigError
+from roundpipe.models.loading.distrust import read_json
+
+if TYPE_CHECKING:
+    from roundpipe.models.loading.hub import Snapshot
 
 _PACKAGE_PREFIX = "package:"
+_LARGEST_CONFIG = 16 << 20  # bytes
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[^@\s]+))?")
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|F16|BF16|F32)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A base model's place, as ``from_pretrained`` of transformers wants to hear it."""
+    """A base model's place, as ``from_pretrained`` of transformers wants to hear it.
+
+    One of the hub lies nowhere yet: its location is its id until it is fetched, and the folder of
+    the hub's cache from then on, with the commit that was taken.
+    """
 
     given: str  # as the user wrote it
     location: str  # a folder or a hub id
-    revision: str | None = None
+    revision: str | None = None  # as the user wrote it
     gguf_file: str | None = None  # name of the file inside ``location``
     package: str | None = None  # the Python package that carries the file
+    hub_id: str | None = None
+    commit: str | None = None  # of the hub, once it is known
+    snapshot: Snapshot | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_hub(self) -> bool:
         """Whether files come from the model hub (or its cache)."""
-        return self.gguf_file is None and not Path(self.location).is_dir()
+        return self.hub_id is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the location is a folder."""
+        return self.hub_id is None or self.snapshot is not None
 
     @property
     def name(self) -> str:
         """A short name for people, e.g. ``SmolLM2-135M-Instruct``."""
         if self.gguf_file is not None:
             return _QUANTIZATION_SUFFIX.sub("", Path(self.gguf_file).stem)
-        if self.is_hub:
-            return self.location.rpartition("/")[2]
+        if self.hub_id is not None:
+            return self.hub_id.rpartition("/")[2]
         return Path(self.location).resolve().name or self.location
 
 
@@ -74,7 +92,8 @@ def _locate_on_hub(given: str, revision: str | None) -> ModelSource:
             f"model_revision: {revision} disagrees with model_name_or_path: {given}\n"
             "hint: leave out model_revision"
         )
-    return ModelSource(given=given, location=match["id"], revision=written or revision)
+    name: str = match["id"]
+    return ModelSource(given=given, location=name, revision=written or revision, hub_id=name)
 
 
 def _locate_file(given: str, path: Path) -> ModelSource:
@@ -143,11 +162,22 @@ def _check_folder(given: str, folder: Path) -> None:
     )
 
 
+def base_of_adapter(folder: Path) -> str | None:
+    """What an adapter says it was trained on; None where it says nothing."""
+    try:
+        fields = read_json(folder / "adapter_config.json", _LARGEST_CONFIG)
+    except (OSError, ConfigError):
+        return None
+    base = fields.get("base_model_name_or_path") if isinstance(fields, dict) else None
+    return base if isinstance(base, str) and base else None
+
+
 def _why_no_model(given: str, folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
+        base = base_of_adapter(folder) or "the model that it was trained on"
         return (
             f"an adapter, not a model: {given}\n"
-            "hint: name the model that the adapter was trained on"
+            f"hint: adapter_name_or_path={given} model_name_or_path={base}"
         )
     gguf_files = sorted(folder.glob("*.gguf"))
     if gguf_files:

@@ -65,7 +65,12 @@ class Progress:
         self.total_steps = total_steps
         self._log = log
         self._write = write
+        self._first_step = 0  # of an earlier run, which took other time
         self._started = time.perf_counter()
+
+    def begin_at(self, step: int) -> None:
+        """Go on after ``step`` steps that an earlier run has made."""
+        self._first_step = step
 
     def __enter__(self) -> Self:
         self._started = time.perf_counter()
@@ -100,10 +105,10 @@ class Progress:
         return f"step {figures.step}/{self.total_steps} {figures}{self.time_left(figures.step)}"
 
     def time_left(self, step: int) -> str:
-        """`` · 0:38 left``, from the mean of all steps so far; empty at the end."""
+        """`` · 0:38 left``, from the mean of all steps of this run; empty at the end."""
         if step >= self.total_steps:
             return ""
-        per_step = (time.perf_counter() - self._started) / max(step, 1)
+        per_step = (time.perf_counter() - self._started) / max(step - self._first_step, 1)
         return f" · {clock(per_step * (self.total_steps - step))} left"
 
 
@@ -152,7 +157,7 @@ class BarProgress(Progress):
         from rich.console import Console  # noqa: PLC0415
         from rich.table import Column  # noqa: PLC0415
 
-        self._console = Console(file=stream, highlight=False, markup=False)
+        self._console = Console(file=_NeverRaising(stream), highlight=False, markup=False)  # type: ignore[arg-type]
         super().__init__(total_steps, log=log, write=self._print)
         self._bar = progress.Progress(
             progress.TextColumn("step {task.completed}/{task.total}", markup=False),
@@ -162,6 +167,11 @@ class BarProgress(Progress):
             expand=True,
         )
         self._task = self._bar.add_task("", total=total_steps, figures="")
+
+    def begin_at(self, step: int) -> None:
+        """Start the bar there."""
+        super().begin_at(step)
+        self._bar.update(self._task, completed=step)
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -184,6 +194,29 @@ class BarProgress(Progress):
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):
             self._console.print(text, soft_wrap=True)
+
+
+class _NeverRaising:
+    """A terminal that may be gone. The bar is drawn by a thread of its own, too."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:  # another alphabet
+            encoding = self._stream.encoding or "ascii"
+            return self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        except (OSError, ValueError):
+            return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def clock(seconds: float) -> str:

@@ -1,18 +1,8 @@
-"""The folder of one run: whose it is, what it holds already, and how files get into it.
-
-The same command may be given again at any time, so the folder answers first:
-
-==============  ============================================  ====================================
-state           how it is recognised                          what the command does
-==============  ============================================  ====================================
-new             no ``config.yaml`` of ours                    trains
-unfinished      ``config.yaml``, no complete result           starts over, and says so
-finished        ``trainer_state.json`` at its last step       says so and ends well
-==============  ============================================  ====================================
+"""The folder of one run, held by this process, and how files get into it.
 
 Rules
-1. A folder with another config, or with files that are not of a run, is refused, unless
-   ``overwrite_output_dir`` is set; the base model's own folder is refused always.
+1. What an earlier run left is judged first (`earlier.py`): the same command may be given again at
+   any time.
 2. Nothing of an earlier run is removed before everything that can fail early (data, model) worked:
    ``start`` is called just before the first step.
 3. A file is complete or absent: written under another name, then renamed. ``trainer_state.json``
@@ -22,92 +12,112 @@ Rules
 from __future__ import annotations
 
 import contextlib
-import enum
-import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from roundpipe.durable import sync, write_text
+from roundpipe.durable import remove_folder, sync, write_text
 from roundpipe.errors import ConfigError
+from roundpipe.finetune.output.earlier import (
+    CONFIG_FILE,
+    LOG_FILE,
+    MARK,
+    RESULTS,
+    STATE_FILE,
+    Earlier,
+    RunState,
+    judge,
+)
 from roundpipe.finetune.settings.config import dump_config
 from roundpipe.store.folder_lock import lock_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from roundpipe.finetune.settings.config import TrainConfig
 
-CONFIG_FILE = "config.yaml"
-STATE_FILE = "trainer_state.json"
-LOG_FILE = "trainer_log.jsonl"
-_MARK = "# The resolved config of a run of roundpipe train; it loads again as a config.\n"
-_RESULTS = (
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "config.json",
-    "generation_config.json",
-    STATE_FILE,
-    LOG_FILE,
-    "training_loss.png",
-    "timeline.json",
-    "run.log",
-    "interrupted",
-)
-# What may differ between two runs that are the same run: where and how it runs, not what it learns.
-_FREE_KEYS = frozenset(
-    {"output_dir", "overwrite_output_dir", "devices", "machine", "logging_steps", "report_to"}
-    | {"device_memory_limit", "host_memory_limit", "pinned_memory_limit"}
-)
-
-
-class RunState(enum.Enum):
-    """What the folder held when the command was given."""
-
-    NEW = "new"
-    UNFINISHED = "unfinished"  # a run began here and left no result
-    FINISHED = "finished"  # the result of this very config is here
+SAVE_NOW = "save-now"
+_EARLIER_RUNS = (LOG_FILE, "run.log", "timeline.json", "checkpoint-*")
 
 
 class RunFolder:
-    """An output folder that this process holds; made by ``claim``."""
+    """An output folder that this process holds; made by ``claim``.
 
-    def __init__(self, path: Path, state: RunState) -> None:
+    ``shown``: the folder as the user wrote it, for messages.
+    """
+
+    def __init__(self, path: Path, earlier: Earlier, shown: str) -> None:
         self.path = path
-        self.state = state
+        self.earlier = earlier
+        self.shown = shown.rstrip("/") or shown
 
-    def start(self, config: TrainConfig, *, replace: bool) -> None:
-        """Write ``config.yaml`` and begin an empty log; with ``replace`` drop an earlier result."""
-        names = _RESULTS if replace else (LOG_FILE, "run.log", "timeline.json")
-        for path in [path for name in names for path in self.path.glob(name)]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        kept = config.model_copy(update={"overwrite_output_dir": False})  # asked for once
-        write_text(self.path / CONFIG_FILE, _MARK + dump_config(kept))
+    @property
+    def state(self) -> RunState:
+        """What the folder held when the command was given."""
+        return self.earlier.state
+
+    def start(self, config: TrainConfig, history: Sequence[dict[str, Any]] = ()) -> None:
+        """Make the folder that of this run, whose log so far is ``history``.
+
+        A run that goes on keeps what is there; one that starts over begins an empty log; a new one
+        drops an earlier result. Where a run goes on with something changed, checkpoints of later
+        steps are dropped: those steps will be others.
+        """
+        checkpoint = self.earlier.checkpoint
+        if checkpoint is None:
+            self._remove(RESULTS if self.state is RunState.NEW else _EARLIER_RUNS)
+        else:
+            self._remove((STATE_FILE,))
+            if self.earlier.is_other:
+                self._drop_later(self.earlier.step)
+        (self.path / SAVE_NOW).unlink(missing_ok=True)
+        write_text(self.path / CONFIG_FILE, config_text(config))
+        if checkpoint is not None:
+            write_text(self.path / LOG_FILE, _lines(history))
+
+    def _remove(self, patterns: Sequence[str]) -> None:
+        for path in [path for pattern in patterns for path in self.path.glob(pattern)]:
+            if path.is_dir() and not path.is_symlink():
+                remove_folder(path)
+            else:
+                path.unlink()
+
+    def _drop_later(self, step: int) -> None:
+        from roundpipe.checkpoint.find import checkpoints_in  # noqa: PLC0415, torch
+
+        for path in checkpoints_in(self.path):
+            if int(path.name.rpartition("-")[2]) > step:
+                remove_folder(path)
 
     def append_log(self, record: dict[str, Any]) -> None:
-        """Append one JSON line to ``trainer_log.jsonl`` and flush it."""
+        """Append one JSON line to ``trainer_log.jsonl`` and flush it. Raises OSError."""
         with (self.path / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def is_saving_asked(self) -> bool:
+        """Whether somebody has made a file ``save-now`` here."""
+        return (self.path / SAVE_NOW).exists()
+
+    def saving_done(self) -> None:
+        """Take ``save-now`` away."""
+        with contextlib.suppress(OSError):
+            (self.path / SAVE_NOW).unlink()
+
     def finish(self, state: dict[str, Any]) -> None:
-        """Write ``trainer_state.json``, which makes this a finished run."""
+        """Write ``trainer_state.json``, which makes this a finished run, and the log it holds."""
+        write_text(self.path / LOG_FILE, _lines(state["log_history"]))
         write_text(self.path / STATE_FILE, json.dumps(state, indent=2) + "\n")
 
     @contextlib.contextmanager
-    def files_in_place(self, target: str = "") -> Iterator[Path]:
-        """Give an empty folder to write into; move its files to ``target`` when the block ends.
+    def files_in_place(self) -> Iterator[Path]:
+        """Give an empty folder to write into; move its files here when the block ends.
 
         After an error nothing is moved and the empty folder is gone.
         """
-        destination = self.path / target
-        staging = self.path / f".saving-{os.getpid()}"
+        # As `roundpipe.durable` names what is being written, and clears away of dead processes.
+        staging = self.path / f".saving-result-{os.getpid() & 0xFFFFFFFF:08x}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         try:
@@ -116,11 +126,20 @@ class RunFolder:
             for file in staging.iterdir():
                 file.chmod(mode)  # safetensors writes files that only their owner may read
                 sync(file)
-            destination.mkdir(exist_ok=True)
             for file in sorted(staging.iterdir()):
-                file.replace(destination / file.name)
+                file.replace(self.path / file.name)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _lines(history: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in history)
+
+
+def config_text(config: TrainConfig) -> str:
+    """``config.yaml``: the resolved config, without what was asked for once."""
+    kept = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
+    return MARK + dump_config(config.model_copy(update=kept))
 
 
 @contextlib.contextmanager
@@ -128,8 +147,7 @@ def claim(config: TrainConfig) -> Iterator[RunFolder]:
     """Hold ``config.output_dir`` for this process and say what it holds already.
 
     Makes the folder if need be, and takes it away again if it stays empty. Raises ConfigError when
-    another live process holds it, when it belongs to a run with another config (each difference is
-    listed), or when it is no run's folder but has files that a run would replace.
+    another live process holds it, and for what `judge` refuses.
     """
     path = Path(config.output_dir).expanduser()
     if path.exists() and not path.is_dir():
@@ -139,98 +157,11 @@ def claim(config: TrainConfig) -> Iterator[RunFolder]:
     _make_folder(path)
     try:
         with lock_folder(path, key="output_dir"):
-            yield RunFolder(path, _judge(config, path))
+            yield RunFolder(path, judge(config, path), config.output_dir)
     finally:
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: the run wrote something
                 folder.rmdir()
-
-
-def dataset_digest(config: TrainConfig) -> str:
-    """SHA-256 over the data files of ``config``, so that edited data is seen as a change."""
-    digest = hashlib.sha256()
-    for entry in (*config.dataset, *(config.eval_dataset or ())):
-        path = Path(entry.path).expanduser()
-        if path.is_file():
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _judge(config: TrainConfig, path: Path) -> RunState:
-    old = _read_config(path)
-    if old is None:
-        _refuse_foreign_files(config, path)
-        return RunState.NEW
-    state = _read_state(path)
-    if config.overwrite_output_dir:
-        return RunState.NEW
-    changes = _changes(config, old, state)
-    if changes:
-        raise ConfigError(
-            f"output_dir: {config.output_dir} holds a run with another config:\n"
-            + "\n".join(f"  {line}" for line in changes)
-            + "\nhint: output_dir=ANOTHER keeps both, overwrite_output_dir=true replaces it"
-        )
-    return RunState.FINISHED if state is not None else RunState.UNFINISHED
-
-
-def _changes(config: TrainConfig, old: dict[str, Any], state: dict[str, Any] | None) -> list[str]:
-    new = _plain(config)
-    keys = [key for key in {**new, **old} if key not in _FREE_KEYS]
-    lines = [
-        f"{key}: {_brief(old.get(key))} there, {_brief(new.get(key))} now"
-        for key in keys
-        if old.get(key) != new.get(key)
-    ]
-    digest = (state or {}).get("dataset_sha256")
-    if not lines and digest not in (None, dataset_digest(config)):
-        lines.append("dataset: the content of the files has changed")
-    return lines
-
-
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    """The config as YAML gives it back."""
-    plain: dict[str, Any] = yaml.safe_load(dump_config(config))
-    return plain
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _read_config(path: Path) -> dict[str, Any] | None:
-    try:
-        text = (path / CONFIG_FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeError):
-        return None
-    return yaml.safe_load(text) if text.startswith(_MARK) else None
-
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    """The state of a finished run, or None."""
-    try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    has_weights = any(path.glob("*.safetensors"))
-    is_done = isinstance(state, dict) and state.get("global_step") == state.get("max_steps")
-    return state if is_done and has_weights else None
-
-
-def _refuse_foreign_files(config: TrainConfig, path: Path) -> None:
-    if (path / CONFIG_FILE).exists():  # perhaps the user's own, with comments: never replaced
-        raise ConfigError(
-            f"output_dir: a config.yaml that is not a run's is in: {config.output_dir}\n"
-            "hint: output_dir=ANOTHER, or give that file another name"
-        )
-    found = sorted({entry.name for name in _RESULTS for entry in path.glob(name)})
-    if found and not config.overwrite_output_dir:
-        raise ConfigError(
-            f"output_dir: not a run's folder: {config.output_dir} has {', '.join(found[:4])}\n"
-            "hint: output_dir=ANOTHER, or overwrite_output_dir=true to replace these files"
-        )
 
 
 def _refuse_model_folder(config: TrainConfig, path: Path) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, TextIO
 
+from roundpipe.finetune.output.counting import Counting
 from roundpipe.finetune.output.progress import (
     BarProgress,
     NotebookProgress,
@@ -55,23 +56,26 @@ class Terminal:
             if self._log is None:
                 self._unlogged.append(text)
             else:
-                self._log.write(text + "\n")
-                self._log.flush()
+                with contextlib.suppress(OSError):  # a full disk stops no run here
+                    self._log.write(text + "\n")
+                    self._log.flush()
 
     @contextlib.contextmanager
     def logging_to(self, path: Path) -> Iterator[None]:
         """Write all lines, also those shown so far, to ``path`` while the block runs."""
-        with path.open("a", encoding="utf-8") as file:
+        file = path.open("a", encoding="utf-8")
+        with self._lock:
+            self._log, waiting = file, self._unlogged
+            self._unlogged = []
+        for text in waiting:
+            self.log(text)
+        try:
+            yield
+        finally:
             with self._lock:
-                self._log, waiting = file, self._unlogged
-                self._unlogged = []
-            for text in waiting:
-                self.log(text)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._log = None
+                self._log = None
+            with contextlib.suppress(OSError):  # see `log`
+                file.close()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -87,9 +91,29 @@ class Terminal:
             timer.join()
             seconds = time.perf_counter() - started
             if seconds >= self._patience:
-                if self._is_tty():
+                if self._is_tty() and self._write_above is None:
                     self._write(_ERASE_LINE)
                 self.line(f"{what}: {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def counting(self, what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
+        """`waiting` for something that is counted: the block calls what it is given with the count.
+
+        ``total``: of all, in ``unit`` ("B", or the plural of what is counted). From ``patience`` on
+        a terminal shows a line that is rewritten, with the time left; elsewhere a line now and
+        then. Callable from any thread.
+        """
+        is_tty = self._is_tty() and self._write_above is None
+        show = Counting(
+            what,
+            total,
+            unit,
+            write=self._rewrite if is_tty else self.line,
+            is_tty=is_tty,
+            patience=self._patience,
+        )
+        with self.waiting(what):
+            yield show
 
     def answers(self, prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
         """Show what the model answered before and after training, side by side."""
@@ -99,9 +123,13 @@ class Terminal:
             self.line(f"  after:  {_one_line(new)}")
 
     @contextlib.contextmanager
-    def progress(self, total_steps: int) -> Iterator[Progress]:
-        """Show the progress of ``total_steps`` steps while the block runs."""
+    def progress(self, total_steps: int, *, done: int = 0) -> Iterator[Progress]:
+        """Show the progress of ``total_steps`` steps while the block runs.
+
+        ``done``: steps of an earlier run that this one goes on from.
+        """
         progress = self._make_progress(total_steps)
+        progress.begin_at(done)
         with progress:
             self._write_above = progress.write_above
             try:
@@ -116,9 +144,12 @@ class Terminal:
             return NotebookProgress(total_steps, log=self.log, write=self._write_line)
         return PlainProgress(total_steps, log=self.log, write=self._write_line)
 
+    def _rewrite(self, text: str) -> None:
+        self._write(f"{_ERASE_LINE}{text}")
+
     def _show_waiting(self, what: str) -> None:
-        if self._is_tty():
-            self._write(f"{what} …")
+        if self._is_tty() and self._write_above is None:  # a bar has the last line
+            self._rewrite(f"{what} …")
         else:
             self.line(f"{what} …")
 

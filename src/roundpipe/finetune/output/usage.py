@@ -38,7 +38,7 @@ def _adapter_lines(folder: str, source: ModelSource, kind: str) -> list[str]:
         "from peft import PeftModel",
         f"from transformers import {kind}, AutoTokenizer",
     ]
-    place = repr(source.location)
+    place = repr(source.hub_id or source.location)  # never a cache's folder
     if source.package is not None:
         lines.insert(0, "import importlib.util")
         place = f"importlib.util.find_spec({source.package!r}).submodule_search_locations[0]"

@@ -7,25 +7,27 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from roundpipe.device.accumulation import fp16_accumulation
 from roundpipe.device.host_memory import host_memory
 from roundpipe.device.resolve import resolve_devices
 from roundpipe.device.survey import Place, survey_devices
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.data.dataset import Dataset, load_dataset, marked_sample
+from roundpipe.finetune.data.order import Order
 from roundpipe.finetune.forecast.forecast import check_host, job_of
 from roundpipe.finetune.forecast.wish import Wish, method_of
-from roundpipe.finetune.model.adapters import (
-    ParameterCounts,
-    add_adapter,
-    count_parameters,
-    refuse_packed,
-    short_count,
-)
+from roundpipe.finetune.model.adapters import ParameterCounts, count_parameters, short_count
 from roundpipe.finetune.model.base_model import load_base
+from roundpipe.finetune.model.fingerprint import fingerprint
 from roundpipe.finetune.model.from_transformers import DTYPES, load_tokenizer
+from roundpipe.finetune.model.hub import fetch, fetch_weights
+from roundpipe.finetune.model.methods import prepare_method
 from roundpipe.finetune.model.source import ModelSource, locate_model
+from roundpipe.finetune.run.content import Content, data_digest
+from roundpipe.finetune.run.loggers import require_loggers
+from roundpipe.finetune.run.room import Room, require_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from roundpipe.device.api import Device
     from roundpipe.finetune.model.base_model import BaseModel
+    from roundpipe.finetune.output.earlier import Earlier
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.plan.machine import Machine
@@ -49,7 +52,8 @@ _SMALL = 64  # times a GGUF file: more than its training takes
 class Job:
     """A run that is ready to begin.
 
-    ``model`` is what is trained, ``base`` what it was loaded as; ``pinned_memory_limit``: bytes.
+    ``model`` is what is trained, ``base`` what it was loaded as; ``order``: which samples each step
+    takes; ``content``: digests of what it works on; ``pinned_memory_limit``: bytes.
     """
 
     config: TrainConfig
@@ -57,14 +61,17 @@ class Job:
     devices: Sequence[Device]
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
+    order: Order
     model: nn.Module
     base: BaseModel
+    content: Mapping[str, str | None]
+    environment: Mapping[str, str]
     pinned_memory_limit: int | None = None
 
     @property
     def is_adapter(self) -> bool:
         """Whether only an adapter is trained and saved."""
-        return self.config.finetuning_type != "full"
+        return self.config.finetuning_type in ("lora", "qlora")
 
     @property
     def counts(self) -> ParameterCounts:
@@ -100,60 +107,76 @@ class Job:
 
 @contextlib.contextmanager
 def prepare(
-    config: TrainConfig, terminal: Terminal, *, environment: Mapping[str, str] | None = None
+    config: TrainConfig,
+    terminal: Terminal,
+    *,
+    environment: Mapping[str, str] | None = None,
+    earlier: Earlier | None = None,
 ) -> Iterator[Job]:
-    """Make devices, read tokenizer and data, load the model and put the adapter on it.
+    """Make devices, read tokenizer and data, load the model and say what of it is trained.
 
-    Shows what it does. The devices are closed when the block ends. Raises ConfigError, and
-    PlanError where host memory would not hold the run: before a weight is read.
+    Shows what it does. The devices are closed when the block ends. ``earlier``: the run that is
+    gone on with, if any. Raises ConfigError, also where base or data are others than its, and
+    PlanError where memory or disk would not hold the run.
     """
+    environment = environment or {}
+    require_loggers(config)
+    content = Content.of(earlier, terminal.line)
     source = locate_model(config.model_name_or_path)
     devices = resolve_devices(config.devices, environment=environment)
-    try:
+    with contextlib.ExitStack() as parts:
+        for device in devices:
+            parts.callback(device.close)
+        source = fetch(source, terminal)
         with terminal.waiting(f"loading the tokenizer of {source.name}"):
             tokenizer = load_tokenizer(source)
-        dataset = _read_data(config, tokenizer, terminal)
-        machine = survey_devices(devices, place=Place(folder=Path(config.output_dir)))
-        wish = _wish(config, dataset)
+        folder = Path(config.output_dir).expanduser()
+        dataset = load_dataset(
+            config, tokenizer, counting=terminal.counting, environment=environment, folder=folder
+        )
+        order = Order.of(config, dataset)
+        content.note("data", data_digest(dataset))
+        machine = survey_devices(devices, place=Place(folder=folder))
+        wish = _wish(config, order)
+        dtype = DTYPES[job_of(wish, machine).dtype]
+        if config.fp16_accumulation:
+            parts.enter_context(fp16_accumulation(devices, dtype))
+        fetch_weights(source, terminal)
+        content.note("base", fingerprint(source))
         if not _is_small(source, machine):
             with terminal.waiting("counting the model"):
-                _check_host(wish, machine, environment or {})
-        dtype = job_of(wish, machine).dtype
-        base = _load(config, source, DTYPES[dtype], terminal)
-        model = base.model
-        if config.finetuning_type != "full":
-            model = add_adapter(model, config, source, seed=config.seed)
-            if base.is_packed:
-                refuse_packed(model)
+                _check_counted(wish, machine, environment, folder)
+        base = _load(config, source, dtype, terminal)
+        model = prepare_method(base, config, source, say=terminal.line)
+        require_room(Room.of(model, config), config, folder)
         job = Job(
             config=config,
             source=source,
             devices=devices,
             tokenizer=tokenizer,
             dataset=dataset,
+            order=order,
             model=model,
             base=base,
+            content={**content.found, "commit": source.commit},
+            environment=environment,
             pinned_memory_limit=_bytes_of(config.pinned_memory_limit, machine),
         )
-        terminal.line(job.header())
-        for line in dataset.describe()[1:]:  # the header has the first
-            terminal.line(line)
-        terminal.line(f"sample: {marked_sample(dataset.samples[0], tokenizer)}    ▌trained▐")
+        _show(job, terminal)
         yield job
-    finally:
-        for device in devices:
-            device.close()
 
 
-def _read_data(config: TrainConfig, tokenizer: Any, terminal: Terminal) -> Dataset:
-    with terminal.waiting("reading the data"):
-        return load_dataset(config, tokenizer)
+def _show(job: Job, terminal: Terminal) -> None:
+    """The header, what is to be known of the data, and one sample."""
+    terminal.line(job.header())
+    for line in (*job.dataset.describe()[1:], *job.order.describe()):  # the header has the first
+        terminal.line(line)
+    terminal.line(f"sample: {marked_sample(job.dataset.samples[0], job.tokenizer)}    ▌trained▐")
 
 
-def _wish(config: TrainConfig, dataset: Dataset) -> Wish:
-    """What a plan of this run would be asked: no sample is longer than the longest there is."""
-    longest = max(len(sample.input_ids) for sample in dataset.samples)
-    length = max(2, min(config.max_length, longest))
+def _wish(config: TrainConfig, order: Order) -> Wish:
+    """What a plan of this run would be asked: no row is longer than the longest there is."""
+    length = max(2, min(config.max_length, order.longest))
     return Wish(
         config=config.model_copy(update={"max_length": length}),
         method=method_of(config.finetuning_type, config),
@@ -171,29 +194,34 @@ def _is_small(source: ModelSource, machine: Machine) -> bool:
     return file.stat().st_size * _SMALL < machine.host.memory_bytes
 
 
-def _check_host(wish: Wish, machine: Machine, environment: Mapping[str, str]) -> None:
-    """Raise PlanError if host memory would not hold the run; a model that cannot be counted may."""
+def _check_counted(
+    wish: Wish, machine: Machine, environment: Mapping[str, str], folder: Path
+) -> None:
+    """Raise PlanError if host memory or the disk would not hold the run, before it is loaded.
+
+    A model that cannot be counted may go on: what it takes of the disk is known when it is here.
+    """
     if host_memory() is None and wish.config.host_memory_limit is None:
         return  # nobody knows how much there is
     try:
-        check_host(wish, machine, environment=environment)
+        case = check_host(wish, machine, environment=environment)
     except ConfigError as error:
         logger.info("host memory is not checked beforehand: %s", str(error).partition("\n")[0])
+        return
+    _, disk = case.disk(wish.config.save_total_limit)
+    require_room(Room(disk.result, disk.checkpoint - disk.result), wish.config, folder)
 
 
 def _load(
     config: TrainConfig, source: ModelSource, dtype: torch.dtype, terminal: Terminal
 ) -> BaseModel:
-    what = f"loading {source.name}"
-    if source.gguf_file is not None:
-        what = f"unpacking {source.name} from GGUF"
-    with terminal.waiting(what):
-        return load_base(
-            source,
-            config.finetuning_type,
-            dtype=dtype,
-            attn_implementation=config.attn_implementation,
-        )
+    return load_base(
+        source,
+        config.finetuning_type,
+        dtype=dtype,
+        attn_implementation=config.attn_implementation,
+        terminal=terminal,
+    )
 
 
 def _bytes_of(limit: float | None, machine: Machine) -> int | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.durable import write_text
+from roundpipe.finetune.output.earlier import LOG_FILE, dataset_digest
 from roundpipe.finetune.output.result_files import base_of, save_result
-from roundpipe.finetune.output.run_folder import LOG_FILE, dataset_digest
 from roundpipe.finetune.output.usage import usage_lines
 from roundpipe.models.loading.own_class import name_to_load
 from roundpipe.report.loss_plot import draw_losses
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.run.prepare import Job
 
-INTERRUPTED = "interrupted"
 _QUESTION = "What is the capital of France?"
 
 
@@ -33,14 +32,7 @@ def save_run(
         save_result(staging, job.model, weights, job.tokenizer, base_folder=_folder(job))
         draw_losses(folder.path / LOG_FILE, staging / "training_loss.png", title=job.source.name)
     _write_card(job, folder)
-    folder.finish({**state, "dataset_sha256": dataset_digest(job.config)})
-
-
-def save_early(job: Job, weights: Mapping[str, Tensor], folder: RunFolder) -> str:
-    """Write the weights of a run that ended early beside its log; returns the folder's path."""
-    with folder.files_in_place(INTERRUPTED) as staging:
-        save_result(staging, job.model, weights, job.tokenizer, base_folder=_folder(job))
-    return f"{job.config.output_dir.rstrip('/')}/{INTERRUPTED}"
+    folder.finish({**state, **job.content, "dataset_sha256": dataset_digest(job.config)})
 
 
 def show_usage(job: Job, terminal: Terminal) -> None:
@@ -80,8 +72,8 @@ def _write_card(job: Job, folder: RunFolder) -> None:
     kind = "adapter" if job.is_adapter else "model"
     header = ["---", "pipeline_tag: text-generation"]
     header += ["library_name: " + ("peft" if job.is_adapter else "transformers")]
-    if job.source.is_hub:
-        header.append(f"base_model: {job.source.location}")
+    if job.source.hub_id is not None:
+        header.append(f"base_model: {job.source.hub_id}")
     text = [
         *header,
         "---",

@@ -1,209 +1,257 @@
 """A run's steps, from a model that is ready to a result that is saved.
 
-RoundPipe → optimizer → steps and evaluations → answers → result
+RoundPipe → (checkpoint) → step → evaluation → checkpoint → step → … → answers → result
 
-Once steps have been made, whatever ends the run early, Ctrl-C or a failure, leaves the newest
-weights in a folder of their own.
+Whatever ends the run early, a signal or a failure, leaves a checkpoint of the last step that was
+done: the same command goes on there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import RoundPipeError
-from roundpipe.finetune.data.collate import collate
-from roundpipe.finetune.data.length import RunLength, sample_order
-from roundpipe.finetune.output.run_folder import RunState
+from roundpipe.finetune.model.neftune import add_neftune
+from roundpipe.finetune.model.packing_check import check_packing
+from roundpipe.finetune.output.earlier import STATE_FILE
 from roundpipe.finetune.output.sample import answer_prompts
-from roundpipe.finetune.run.busy import BusyMeter
-from roundpipe.finetune.run.evaluate import evaluation_loss
+from roundpipe.finetune.run.due import Due
+from roundpipe.finetune.run.loggers import open_loggers
 from roundpipe.finetune.run.recorder import TimelineRecorder
-from roundpipe.finetune.run.result import save_early, save_run, show_usage
-from roundpipe.finetune.run.schedule import make_scheduler, rate_factor, warmup_step_count
-from roundpipe.finetune.run.step_log import StepLog, StepRecord
-from roundpipe.optim import AdamW
-from roundpipe.optim.scaler import GradScaler
-from roundpipe.roundpipe import RoundPipe
+from roundpipe.finetune.run.result import save_run, show_usage
+from roundpipe.finetune.run.saving import Saver, trainer_state
+from roundpipe.finetune.run.signals import Stopped
+from roundpipe.finetune.run.step_log import StepLog
+from roundpipe.finetune.run.training import Training, has_fp16, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from roundpipe.engine.updates import StepResult
     from roundpipe.finetune.output.run_folder import RunFolder
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.run.prepare import Job
-    from roundpipe.finetune.settings.config import TrainConfig
+    from roundpipe.finetune.run.signals import Stop
+    from roundpipe.roundpipe import RoundPipe
 
 
-def train_job(job: Job, folder: RunFolder, terminal: Terminal) -> list[dict[str, Any]]:
-    """Train what ``job`` holds, save the result into ``folder``, and return the log's records."""
-    config, length = job.config, RunLength.of(job.config, len(job.dataset.samples))
-    with _wrapped(job) as trainer:
+@dataclass(frozen=True)
+class Run:
+    """Steps under way and everything that is told of them."""
+
+    job: Job
+    training: Training
+    saver: Saver
+    recorder: TimelineRecorder
+    folder: RunFolder
+    terminal: Terminal
+    stop: Stop
+
+
+def train_job(job: Job, folder: RunFolder, terminal: Terminal, stop: Stop) -> list[dict[str, Any]]:
+    """Train what ``job`` holds, save the result into ``folder``, and return the log's records.
+
+    Raises `Stopped` when a signal came, after a checkpoint was saved, and what made a step fail.
+    """
+    with _wrapped(job) as trainer, contextlib.ExitStack() as parts:
         before = _answers(job, trainer, {}, terminal)
-        torch.manual_seed(config.seed)
-        folder.start(config, replace=folder.state is RunState.NEW)
-        log = StepLog(
-            folder,
-            total_steps=length.total_steps,
-            logging_steps=config.logging_steps,
-            scaled=_has_fp16(job),
-        )
-        recorder = TimelineRecorder(trainer, job.devices, title=job.header())
-        with (
-            terminal.logging_to(folder.path / "run.log"),
-            _kept_when_ended_early(job, trainer, folder, recorder, log, terminal),
-        ):
-            with terminal.progress(length.total_steps) as progress:
-                log.show_on(progress)
-                _run_steps(job, trainer, length, recorder, log)
-            weights = _result(job, trainer)
-            recorder.take()
-            after = _answers(job, trainer, weights, terminal)
-            terminal.answers(config.sample_prompts, before, after)
-            with terminal.waiting("saving"):
-                recorder.write(folder)
-                save_run(job, weights, folder, length.state(log.history))
-            show_usage(job, terminal)
-    return log.history
+        torch.manual_seed(job.config.seed)
+        run = _started(job, trainer, folder, terminal, stop, parts)
+        with _kept_when_ended_early(run):
+            run_steps(run)
+            _finish(run, before)
+        show_usage(job, terminal)
+    stop.check()
+    return run.training.log.history
 
 
-def _wrapped(job: Job) -> RoundPipe:
+def run_steps(run: Run) -> None:
+    """Run every optimizer step that is left, with the evaluations and saves that are due.
+
+    What is due after a step may be owed by a run that ended there, so it comes first. Raises
+    `Stopped` when a signal has asked for it, and what makes a step fail.
+    """
+    training, saver, stop = run.training, run.saver, run.stop
+    total, patience = training.order.total_steps, run.job.config.early_stopping_patience
+    with run.terminal.progress(total, done=training.done) as progress:
+        training.begin(progress)
+        while True:
+            is_last = training.done >= total or training.best.is_given_up(patience)
+            if is_last or saver.is_due or training.is_evaluation_due(saver.due):
+                training.settle()
+                is_better = False
+                if training.is_evaluation_due(saver.due):
+                    is_better = training.evaluate(lambda: stop.is_asked)
+                    is_last = is_last or training.best.is_given_up(patience)
+                saver.save_if_due(is_better=is_better, is_last=is_last)
+            if is_last or stop.is_asked:
+                break
+            try:
+                training.make_step(training.done + 1)
+            except (RoundPipeError, torch.OutOfMemoryError) as error:
+                training.recover(error)  # smaller microbatches, or it is raised
+            run.recorder.sample()
+        training.settle()
+        stop.check()
+        if training.done < total:
+            progress.say(_stopped_early(training))
+
+
+def _stopped_early(training: Training) -> str:
+    best = training.best
+    return (
+        f"stopped early after step {training.done}: {best.num_worse} evaluations were no better "
+        f"than that after step {best.step}"
+    )
+
+
+@contextlib.contextmanager
+def _wrapped(job: Job) -> Iterator[RoundPipe]:
+    """The model on its devices, with noise on its embeddings if that is wanted."""
     config = job.config
-    return RoundPipe(
-        job.model,
-        optim_dtype=_optim_dtype(job),
-        devices=list(job.devices),
-        schedule=config.schedule,
-        device_memory_limit=config.device_memory_limit,
-        pinned_memory_limit=job.pinned_memory_limit,
-        bases=job.base.bases,
-        grad_scaler=GradScaler() if _has_fp16(job) else None,
-    )
-
-
-def _optim_dtype(job: Job) -> torch.dtype | None:
-    """With narrow moments bf16 weights need no master: the optimizer keeps what they lack of it."""
-    dtypes = {p.dtype for p in job.model.parameters() if p.requires_grad}
-    is_own = job.config.optim_state_dtype != "fp32" and dtypes == {torch.bfloat16}
-    return torch.bfloat16 if is_own else None
-
-
-def _has_fp16(job: Job) -> bool:
-    return any(p.dtype == torch.float16 for p in job.model.parameters())
-
-
-def _result(job: Job, trainer: RoundPipe) -> Mapping[str, torch.Tensor]:
-    """The newest weights that are to be saved."""
-    return trainer.trained_state_dict() if job.is_adapter else trainer.newest_weights()
-
-
-def _run_steps(
-    job: Job, trainer: RoundPipe, length: RunLength, recorder: TimelineRecorder, log: StepLog
-) -> None:
-    """Run every optimizer step, with the evaluations that are due in between."""
-    config = job.config
-    optimizer = _make_optimizer(config, trainer)
-    scheduler = _make_scheduler(config, optimizer, length)
-    trainer.train()
-    busy = BusyMeter(lambda: trainer.timeline.spans, len(job.devices))
-    started = time.perf_counter()
-    result: StepResult | None = None
-    for step, indices in enumerate(sample_order(config, length), start=1):
-        batch = collate([job.dataset.samples[i] for i in indices], job.pad_token_id)
-        loss = trainer.forward_backward(
-            input_kwargs=batch, run_config=_run_config(config, len(indices))
-        )
-        # The step before is known by now. One that was skipped counts for no schedule.
-        if result is not None and not result.skipped:
-            scheduler.step()
-        rate = scheduler.get_last_lr()[0]
-        result = trainer.step(
-            optimizer, is_async=config.staleness == 1, max_grad_norm=config.max_grad_norm
-        )
-        record = StepRecord(
-            step=step,
-            epoch=length.epoch(step),
-            loss=float(loss),
-            learning_rate=float(rate),
-            tokens=int(batch["attention_mask"].sum()),
-            seconds=time.perf_counter() - started,
-            busy_share=busy.share(),
-        )
-        started = time.perf_counter()
-        log.add(record, result)
-        recorder.sample()
-        if length.is_evaluation_due(config, step):
-            trainer.eval()  # waits, so that the rest of this step counts as training
-            paused = time.perf_counter()
-            log.add_evaluation(step, length.epoch(step), _evaluate(job, trainer))
-            busy.skip()
-            started += time.perf_counter() - paused
-    log.settle()
-
-
-def _make_optimizer(config: TrainConfig, trainer: RoundPipe) -> AdamW:
-    """AdamW over the master weights; biases and norms (vectors) do not decay."""
-    named = list(trainer.optim_named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        state_dtype=config.optim_state_dtype,
-    )
-
-
-def _make_scheduler(config: TrainConfig, optimizer: AdamW, length: RunLength) -> LRScheduler:
-    factor = rate_factor(
-        config.lr_scheduler_type,
-        num_warmup_steps=warmup_step_count(config.warmup_steps, length.total_steps),
-        total_steps=length.total_steps,
-        min_ratio=config.min_lr_ratio or 0.0,
-    )
-    return make_scheduler(optimizer, factor)
-
-
-def _run_config(config: TrainConfig, num_samples: int) -> RoundPipeRunConfig:
-    count = config.num_microbatch
-    if config.micro_batch_size is not None:
-        count = -(-num_samples // config.micro_batch_size)
-    return RoundPipeRunConfig(num_microbatch=count, recompute_grain=config.recompute_grain)
-
-
-def _evaluate(job: Job, trainer: RoundPipe) -> float:
-    """Loss on the evaluation data with the newest weights, without dropout."""
-
-    def forward(**batch: Any) -> Any:
-        run_config = _run_config(job.config, len(batch["input_ids"]))
-        return trainer(**batch, roundpipe_run_config=run_config)
-
-    trainer.eval()
-    try:
-        return evaluation_loss(
-            forward,
-            job.dataset.eval_samples,
-            batch_size=job.config.batch_size,
-            pad_token_id=job.pad_token_id,
-            vocabulary=_vocabulary(job.model),
-        )
-    finally:
-        trainer.train()
+    with contextlib.ExitStack() as undo:
+        if config.neftune_noise_alpha is not None:
+            undo.callback(add_neftune(job.model, config.neftune_noise_alpha).remove)
+        trainer = undo.enter_context(wrapped(job))
+        if config.packing:
+            check_packing(trainer, vocabulary=_vocabulary(job.model))
+        yield trainer
 
 
 def _vocabulary(model: Any) -> int:
-    return getattr(model.config.get_text_config(), "vocab_size", 0)
+    return int(getattr(model.config.get_text_config(), "vocab_size", 0))
+
+
+def _started(
+    job: Job,
+    trainer: RoundPipe,
+    folder: RunFolder,
+    terminal: Terminal,
+    stop: Stop,
+    parts: contextlib.ExitStack,
+) -> Run:
+    """Make the run, from its checkpoint if it goes on from one, and the folder its own.
+
+    Signals are only noted from here on.
+    """
+    config, earlier = job.config, folder.earlier
+    loggers = open_loggers(
+        config,
+        folder.path,
+        say=terminal.line,
+        after_step=earlier.step,
+        about=config.model_dump(mode="json"),
+        environment=job.environment,
+    )
+    parts.push(lambda kind, *_: loggers.close(ok=kind is None))
+    total = job.order.total_steps
+    log = StepLog(
+        folder,
+        total_steps=total,
+        logging_steps=config.logging_steps,
+        scaled=has_fp16(job),
+        loggers=loggers,
+        devices=job.devices,
+    )
+    training = Training(job, trainer, log)
+    if earlier.checkpoint is not None:
+        with terminal.waiting(f"reading {earlier.checkpoint.name}"):
+            state = trainer.load_checkpoint(
+                earlier.checkpoint, training.optimizer, training.scheduler
+            )
+        told = json.loads((earlier.checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        training.restore(state, told["log_history"])
+        if earlier.is_other:
+            training.follow_config()
+    saver = Saver(training, folder, Due(config, total, job.order.steps_per_epoch), terminal)
+    recorder = TimelineRecorder(trainer, job.devices, title=job.header())
+    parts.enter_context(stop.patient(lambda name: terminal.line(f"{name} {training.doing} …")))
+    folder.start(config, log.history)
+    parts.enter_context(terminal.logging_to(folder.path / "run.log"))
+    return Run(job, training, saver, recorder, folder, terminal, stop)
+
+
+@contextlib.contextmanager
+def _kept_when_ended_early(run: Run) -> Iterator[None]:
+    """Save what was trained when a signal or a failure ends the block; raise it on."""
+    try:
+        yield
+    except Stopped as end:
+        end.is_told = True
+        run.recorder.take()
+        run.recorder.write(run.folder)
+        # What keeps it from being saved is worse than a signal, and raised in its place.
+        run.terminal.line(_kept(run))
+        raise
+    except Exception as error:
+        run.recorder.take()
+        with contextlib.suppress(Exception):  # the same again: what failed is taken back
+            run.training.settle()
+        what = str(error).partition("\nhint:")[0]
+        run.terminal.line(f"failed after step {run.training.done}: {what}")
+        run.terminal.line(_kept_after_failure(run))
+        run.recorder.write(run.folder)
+        raise
+
+
+def _kept_after_failure(run: Run) -> str:
+    """Save the last step that was committed, if that can be, and say so."""
+    try:
+        return _kept(run)
+    except Exception as error:  # what ended the run is what must be told
+        return f"a checkpoint could not be saved: {error}".partition("\nhint:")[0]
+
+
+def _kept(run: Run) -> str:
+    """Save a checkpoint to go on from, and say how."""
+    config, checkpoint = run.job.config, run.saver.save_to_go_on()
+    if checkpoint is None:
+        return "nothing was trained yet, so there is nothing to save"
+    without = ""
+    if config.overwrite_output_dir:
+        without = " without overwrite_output_dir"
+    elif config.resume_from_checkpoint != "auto":
+        without = " without resume_from_checkpoint"
+    return f"saved {checkpoint} · the same command{without} goes on"
+
+
+def _finish(run: Run, before: list[str]) -> None:
+    """Write the result: the newest weights, or the best where that is wanted."""
+    job, training, terminal = run.job, run.training, run.terminal
+    run.saver.wait()
+    run.recorder.take()
+    _take_best(run)
+    weights = training.weights()
+    if not run.stop.is_asked:
+        after = _answers(job, training.trainer, weights, terminal)
+        terminal.answers(job.config.sample_prompts, before, after)
+    with terminal.waiting("saving"):
+        run.recorder.write(run.folder)
+        try:
+            save_run(job, weights, run.folder, trainer_state(training))
+        except OSError as error:
+            raise RoundPipeError(
+                f"output_dir: the result could not be saved: {error.strerror or error}: "
+                f"{run.folder.shown}\nhint: make room and give the same command again"
+            ) from error
+
+
+def _take_best(run: Run) -> None:
+    """Put the weights of the best evaluation in place of the newest."""
+    best, training = run.training.best, run.training
+    if not run.job.config.load_best_model_at_end or best.step in (None, training.done):
+        return
+    folder = run.saver.path(best.step)
+    try:
+        training.trainer.load_checkpoint(folder)
+    except RoundPipeError as error:
+        run.terminal.line(f"warning: the newest weights are the result, not the best: {error}")
+        return
+    run.terminal.line(f"the result is the best: step {best.step}, evaluation loss {best.loss:.4g}")
 
 
 def _answers(
@@ -217,35 +265,3 @@ def _answers(
         if job.base.is_packed:
             weights = trainer.state_dict()
         return answer_prompts(job.model, weights, job.tokenizer, prompts)
-
-
-@contextlib.contextmanager
-def _kept_when_ended_early(
-    job: Job,
-    trainer: RoundPipe,
-    folder: RunFolder,
-    recorder: TimelineRecorder,
-    log: StepLog,
-    terminal: Terminal,
-) -> Iterator[None]:
-    """Save the newest committed weights when Ctrl-C or a failure ends the block; raise it on."""
-    try:
-        yield
-    except (KeyboardInterrupt, RoundPipeError) as end:
-        why = "interrupted" if isinstance(end, KeyboardInterrupt) else "failed"
-        if log.last_step == 0:
-            terminal.line(f"{why} before the first step was done: there is nothing to keep")
-            raise
-        recorder.take()
-        terminal.line(f"{why} after step {log.last_step}; saving the weights of that step …")
-        try:
-            kept = save_early(job, _result(job, trainer), folder)
-        except Exception as error:  # what ended the run is what must be told
-            terminal.line(f"they could not be saved: {error}")
-        else:
-            terminal.line(
-                f"saved {kept} (loads like a finished result); the log is in "
-                f"{job.config.output_dir}; the same command starts over"
-            )
-        recorder.write(folder)
-        raise

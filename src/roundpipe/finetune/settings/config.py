@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.settings.fields import DatasetEntry, TrainConfig
+from roundpipe.finetune.settings.meant import say_defaults
 from roundpipe.finetune.settings.parse import parse_argv, read_file
 from roundpipe.finetune.settings.translate import KNOWN, translate
 
@@ -23,14 +25,20 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
+    from roundpipe.finetune.settings.account import Became
+
 __all__ = [
     "DatasetEntry",
+    "Reading",
     "TrainConfig",
     "dump_config",
-    "layered_config",
     "load_config",
     "make_config",
+    "read_layers",
 ]
+
+# What a saved config leaves out: they say how a run starts, not what it is.
+_OF_A_START = ("overwrite_output_dir", "resume_from_checkpoint")
 
 _REQUIRED = {
     "model_name_or_path": "model=FOLDER, a hub id or a GGUF file",
@@ -50,6 +58,19 @@ _LORA_ONLY = (
 )
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A config, a line for each thing to be said of it, and what each key became.
+
+    ``beyond``: those lines that say more than the keys do.
+    """
+
+    config: TrainConfig
+    notes: list[str]
+    beyond: list[str]
+    keys: list[Became]
+
+
 def load_config(
     argv: Sequence[str], *, environment: Mapping[str, str] | None = None
 ) -> tuple[TrainConfig, list[str]]:
@@ -59,18 +80,38 @@ def load_config(
     is the process's, for counting devices. Raises ConfigError.
     """
     file, command_line = parse_argv(argv, known=KNOWN)
-    in_file = read_file(file) if file is not None else {}
+    in_file = read_file(file, environment) if file is not None else {}
     return _make(in_file, command_line, environment)
 
 
-def layered_config(
+def read_layers(
     file: Mapping[str, Any], command_line: Mapping[str, Any], count_devices: Callable[[Any], int]
-) -> tuple[TrainConfig, list[str]]:
-    """Like `load_config`, from two layers of keys that are read already.
+) -> Reading:
+    """Read two layers of keys, the command line's over a file's.
 
-    ``count_devices(devices)`` is asked where a batch is given per device.
+    ``count_devices(devices)`` is asked where a batch is given per device. Raises ConfigError.
     """
-    return _checked(*translate(file, command_line, count_devices))
+    values, account = translate(file, command_line, count_devices)
+    try:
+        config = TrainConfig.model_validate(values)
+    except ValidationError as problem:
+        raise ConfigError(_paragraph(problem)) from None
+    if config.finetuning_type in ("full", "freeze"):
+        plain = TrainConfig.model_validate(
+            {"model_name_or_path": "-", "dataset": "-", "finetuning_type": "full"}
+        )
+        unused = [
+            field
+            for field in _LORA_ONLY
+            if field in values and getattr(config, field) != getattr(plain, field)
+        ]
+        if unused:
+            method = f"finetuning_type={config.finetuning_type}"
+            account.say(f"not used with {method}: {', '.join(unused)}")
+            for field in unused:
+                account.leaves(field, f"not used with {method}")
+    say_defaults(file, config, account)
+    return Reading(config, account.notes, account.beyond, account.rows(_values(config)))
 
 
 def make_config(
@@ -81,18 +122,29 @@ def make_config(
 
 
 def dump_config(config: TrainConfig) -> str:
-    """The config as YAML that `load_config` reads back to an equal one."""
+    """The config as YAML that `load_config` reads back to an equal one.
+
+    What only says how a run starts (going on, replacing what is there) is left out.
+    """
+    values = _values(config)
+    for field in _OF_A_START:
+        del values[field]
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _values(config: TrainConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     for field in ("dataset", "eval_dataset"):
         values[field] = _short(values[field])
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    return values
 
 
 def _short(entries: list[dict[str, Any]] | None) -> Any:
     """A file that needs no more than its path is written as a path."""
     if entries is None:
         return None
-    filled = [{k: v for k, v in entry.items() if v is not None} for entry in entries]
+    plain = {name: info.default for name, info in DatasetEntry.model_fields.items()}
+    filled = [{k: v for k, v in entry.items() if v != plain[k]} for entry in entries]
     short = [entry["path"] if set(entry) == {"path"} else entry for entry in filled]
     return short[0] if len(short) == 1 else short
 
@@ -105,26 +157,8 @@ def _make(
     def count(devices: Any) -> int:
         return _count_devices(devices, environment)
 
-    return _checked(*translate(file, command_line, count))
-
-
-def _checked(values: dict[str, Any], notes: list[str]) -> tuple[TrainConfig, list[str]]:
-    try:
-        config = TrainConfig.model_validate(values)
-    except ValidationError as problem:
-        raise ConfigError(_paragraph(problem)) from None
-    if config.finetuning_type == "full":
-        plain = TrainConfig.model_validate(
-            {"model_name_or_path": "-", "dataset": "-", "finetuning_type": "full"}
-        )
-        unused = [
-            field
-            for field in _LORA_ONLY
-            if field in values and getattr(config, field) != getattr(plain, field)
-        ]
-        if unused:
-            notes.append(f"not used with finetuning_type=full: {', '.join(unused)}")
-    return config, notes
+    reading = read_layers(file, command_line, count)
+    return reading.config, reading.notes
 
 
 def _count_devices(devices: Any, environment: Mapping[str, str] | None) -> int:
@@ -172,8 +206,13 @@ def _value(value: Any) -> str:
 
 def _way_out(field: str, found: ErrorDetails) -> str:
     info = TrainConfig.model_fields.get(field)
-    choices = [str(choice) for choice in get_args(info.annotation)] if info else []
     if found["type"] == "literal_error":
+        choices = re.findall(r"'([^']*)'", found["ctx"]["expected"])
+        names = [part for part in found["loc"] if isinstance(part, str) and not _is_variant(part)]
         near = difflib.get_close_matches(str(found["input"]), choices, n=1)
+        if names[1:] == ["type"] and not near:
+            return "leave type out: the columns tell the shape, or columns={…} which is which"
+        if len(names) > 1:
+            return f"{names[-1]}: {near[0] if near else choices[0]}"
         return f"{field}={near[0] if near else choices[0]}" if choices else "see roundpipe schema"
     return f"{field}: {info.description}" if info else "see roundpipe schema"

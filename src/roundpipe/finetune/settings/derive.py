@@ -1,25 +1,45 @@
-"""Foreign keys whose meaning hangs on their value, a rule each; the batch, which takes three."""
+"""Foreign keys whose meaning hangs on their value, a rule each.
+
+A rule takes its key, the value and all values so far (it may take from them what it sets anew), and
+returns the fields that it sets, or the sentence that says why it sets none.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.settings.words import text_of
+from roundpipe.finetune.settings import keys
+from roundpipe.finetune.settings.account import NOTHING, is_empty, short_text, text_of
+from roundpipe.finetune.settings.cadence import evals_per_epoch, saves_per_epoch, warmup_ratio
+from roundpipe.finetune.settings.freezing import unfrozen_layers, unfrozen_others
+from roundpipe.finetune.settings.reporters import LOGGERS, reporters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-BATCH = {"per_device_train_batch_size", "gradient_accumulation_steps", "micro_batch_size"}
-_TIMES = "\N{MULTIPLICATION SIGN}"
+    from roundpipe.finetune.settings.account import Account
+
+Values = dict[str, Any]
 
 
-def derive(key: str, values: dict[str, Any], notes: list[str]) -> None:
-    """Replace a foreign key by the field it means."""
-    value = values.pop(key)
-    if value is None or (value == "" and key != "adapter"):
+def derive(key: str, values: Values, account: Account) -> None:
+    """Replace a foreign key by the field it means. Raises ConfigError for two that disagree."""
+    if key not in values:  # another rule took it
+        account.sets(key, keys.DERIVED[key])
         return
-    fields = _RULES[key](key, value, values)
+    value = values.pop(key)
+    if is_empty(value) and value is not False and key != "adapter":
+        account.leaves(key, NOTHING)
+        return
+    fields = RULES[key](key, value, values)
+    if isinstance(fields, str):
+        account.leaves(key, fields)
+        if fields.startswith("not used: "):
+            why = fields.removeprefix("not used: ")
+            account.say(f"not used: {key}: {text_of(value)} ({why})", in_table=True)
+        return
     for field, new in fields.items():
         if field in values and values[field] != new:
             raise ConfigError(
@@ -27,19 +47,28 @@ def derive(key: str, values: dict[str, Any], notes: list[str]) -> None:
                 "\nhint: leave one of them out"
             )
         values[field] = new
-        notes.append(f"{key}: {text_of(value)} is {field}: {text_of(new)}")
-    if key == "template":
-        notes.append(f"not used: template: {value} (the model's own; see the marked sample)")
+        text = f"{key}: {short_text(value)} is {field}: {short_text(new)}"
+        account.say(text, in_table=True)
+    if key not in values:  # else another rule has the last word
+        account.sets(key, fields)
 
 
-def _adapter(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
-    value = "full" if value == "" or value is False else value
+def _adapter(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    if value is None and "finetuning_type" in values:
+        return NOTHING
+    value = "full" if is_empty(value) else value
+    if value == "full" and values.get("unfrozen_parameters"):
+        value = "freeze"
     return {} if _is_lora_of_4_bits(value, values) else {"finetuning_type": value}
 
 
-def _use_peft(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _use_peft(key: str, value: Any, values: Values) -> dict[str, Any]:
     value = "lora" if value else "full"
     return {} if _is_lora_of_4_bits(value, values) else {"finetuning_type": value}
+
+
+def _full(key: str, value: Any, values: Values) -> dict[str, Any]:
+    return {"finetuning_type": "full"} if value else {}
 
 
 def _is_lora_of_4_bits(method: str, values: Mapping[str, Any]) -> bool:
@@ -47,7 +76,7 @@ def _is_lora_of_4_bits(method: str, values: Mapping[str, Any]) -> bool:
     return method == "lora" and values.get("finetuning_type") == "qlora"
 
 
-def _quantized(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _quantized(key: str, value: Any, values: Values) -> dict[str, Any]:
     if not value:
         return {}
     if key == "load_in_8bit" or (key == "quantization_bit" and value != 4):
@@ -66,89 +95,243 @@ def _quantized(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {"finetuning_type": "qlora"}
 
 
-def _revision(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _revision(key: str, value: Any, values: Values) -> dict[str, Any]:
     model = values.pop("model_name_or_path", "")
     return {"model_name_or_path": f"{str(model).partition('@')[0]}@{value}"}
 
 
-def _precision(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
-    return {"dtype": key} if value is True else {}
+def _tokenizer(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    if str(value) != str(values.get("model_name_or_path", "")).partition("@")[0]:
+        raise ConfigError(
+            f"not supported: {key}: {value}\nhint: leave it out: the model's own tokenizer is used"
+        )
+    return "not needed: the model's own tokenizer is used"
 
 
-def _attention(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
-    return {"attn_implementation": "sdpa"} if value else {}
+_DTYPES = {"pure_bf16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def _all_linear(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _precision(key: str, value: Any, values: Values) -> dict[str, Any]:
+    is_wanted = value is True or str(value).lower() in ("true", "full")
+    return {"dtype": _DTYPES.get(key, key)} if is_wanted else {}
+
+
+def _attention(key: str, value: Any, values: Values) -> dict[str, Any]:
+    if key == "eager_attention" or value == "disabled":
+        return {"attn_implementation": "eager"} if value else {}
+    return {"attn_implementation": "sdpa"} if value and value != "auto" else {}
+
+
+def _on_cpu(key: str, value: Any, values: Values) -> dict[str, Any]:
+    return {"devices": "cpu"} if value else {}
+
+
+def _all_linear(key: str, value: Any, values: Values) -> dict[str, Any]:
     return {"target_modules": "all-linear"} if value else {}
 
 
-def _inverted(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _pissa(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    rounds = values.pop("pissa_iter", 16)
+    if not value or key == "pissa_iter":
+        return "not needed: the adapter starts as it always does"
+    start = "pissa" if rounds == -1 else f"pissa_niter_{rounds}"
+    return _into_peft(values, "init_lora_weights", start)
+
+
+def _peft(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    field = keys.TO_PEFT[key]
+    if value is False or (field, value) in (("init_lora_weights", True), ("bias", "none")):
+        return NOTHING
+    return _into_peft(values, field, value)
+
+
+def _into_peft(values: Values, field: str, value: Any) -> dict[str, Any]:
+    known = values.pop("peft", None) or {}
+    if field in known and known[field] != value:
+        raise ConfigError(
+            f"{field} is given twice: {text_of(known[field])} and {text_of(value)}"
+            "\nhint: leave one of them out"
+        )
+    return {"peft": {**known, field: value}}
+
+
+ANSWERS_ONLY = ("assistant_only_loss", "completion_only_loss", "train_on_completions")
+
+
+def _inverted(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    """One of the three keys of TRL and unsloth; a yes of any of them means the answers alone."""
+    if value is False and any(values.get(other) is True for other in ANSWERS_ONLY):
+        return "not needed: another key says that answers alone are trained"
+    if value is True:
+        for other in ANSWERS_ONLY:
+            values.pop(other, None)
     return {"train_on_prompt": True} if value is False else {}
 
 
-def _scheduler_arguments(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
-    rest = dict(value) if isinstance(value, dict) else {"": value}
-    fields = {}
-    for name in ("min_lr_rate", "min_lr_ratio"):
-        if name in rest:
-            fields["min_lr_ratio"] = rest.pop(name)
-    if rest:
-        raise ConfigError(f"not yet: {key}: {text_of(value)}\nhint: min_lr_ratio=0.1")
+def _packing(key: str, value: Any, values: Values) -> dict[str, Any]:
+    if not value:
+        return {}
+    values.pop("packing", None)  # `packing: false` beside it means the plain way of packing
+    return {"packing": True}
+
+
+def _order(key: str, value: Any, values: Values) -> dict[str, Any]:
+    name = "group_by_length" if key == "group_by_length" else "sequential"
+    return {"train_sampling_strategy": name} if value else {}
+
+
+def _resume(key: str, value: Any, values: Values) -> dict[str, Any]:
+    if not value or values.get("resume_from_checkpoint"):
+        return {}
+    values.pop("resume_from_checkpoint", None)
+    return {"resume_from_checkpoint": "auto"}
+
+
+def _seed(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    if values.get("seed") not in (None, value):
+        return f"not used: seed: {values['seed']} counts"
+    return {"seed": value}
+
+
+def _logger(key: str, value: Any, values: Values) -> dict[str, Any]:
+    """A key that turns a logger on, or names its project."""
+    name = next(each for each in LOGGERS if each in key)
+    is_project = key.endswith(("_project", "_project_name", "_experiment_name"))
+    others = reporters(values.pop("report_to", None))
+    if not value:  # said no to, whatever else names it
+        values.pop(f"{name}_project", None)
+        return {"report_to": [each for each in others if each != name]}
+    fields: dict[str, Any] = {"report_to": [*others, *([] if name in others else [name])]}
+    if is_project and values.get("project") is None:
+        values.pop("project", None)
+        fields["project"] = str(value)
     return fields
 
 
-def _supervised_only(key: str, value: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _wandb_mode(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    if value != "disabled":
+        return "not needed: wandb reads it from the environment: WANDB_MODE"
+    others = [name for name in reporters(values.pop("report_to", None)) if name != "wandb"]
+    for turned_on in ("use_wandb", "enable_wandb", "wandb_project"):
+        values.pop(turned_on, None)
+    return {"report_to": others}
+
+
+def _special_tokens(key: str, value: Any, values: Values) -> str:
+    given = value if isinstance(value, dict) else {"": value}
+    others = [name for name, token in given.items() if name != "pad_token" and not is_empty(token)]
+    if others:
+        raise ConfigError(
+            f"not supported: {key}: {', '.join(others)}\nhint: leave it out, or use a tokenizer "
+            "that has them: no token of a tokenizer is changed"
+        )
+    return "not needed: padding is neither attended to nor trained"
+
+
+_PLUGINS = re.compile(r"liger|cut_cross_entropy|kernels|lm_eval|swanlab|expert_parallel")
+
+
+def _plugins(key: str, value: Any, values: Values) -> str:
+    names = value if isinstance(value, list | tuple) else [value]
+    others = [str(name) for name in names if not _PLUGINS.search(str(name))]
+    if others:
+        raise ConfigError(
+            f"not supported: {key}: {', '.join(others)}"
+            "\nhint: leave it out: no code from outside is loaded"
+        )
+    return "not needed: logits exist for one microbatch at a time"
+
+
+def _stage(key: str, value: Any, values: Values) -> dict[str, Any] | str:
+    """Supervised fine-tuning, or training on running text; how rows are read is `entries`' part."""
     if value in ("sft", False):
+        return "not needed: supervised fine-tuning is what this command does"
+    if value == "pt":
+        values["stage"] = "pt"
+        if values.get("packing") is None:
+            values.pop("packing", None)
+            return {"packing": True}
         return {}
     raise ConfigError(f"not yet: {key}: {text_of(value)}\nhint: only supervised fine-tuning (sft)")
 
 
-_RULES: dict[str, Callable[[str, Any, dict[str, Any]], dict[str, Any]]] = {
+def _template_file(key: str, value: Any, values: Values) -> dict[str, Any]:
+    if not str(value).endswith((".jinja", ".jinja2", ".j2")):
+        raise ConfigError(
+            f"not supported: {key} as text\nhint: write it into a file: chat_template=FILE.jinja"
+        )
+    values.pop("chat_template", None)
+    return {"chat_template": str(value)}
+
+
+def _dataset_arguments(key: str, value: Any, values: Values) -> str:
+    if isinstance(value, dict) and value.get("skip_prepare_dataset"):
+        raise ConfigError(
+            f"not supported: {key}: {text_of(value)}"
+            "\nhint: leave it out: the rows of a dataset say what they are"
+        )
+    return "not needed: the rows of a dataset say what they are"
+
+
+def _in_entries(key: str, value: Any, values: Values) -> dict[str, Any]:
+    """Left for `entries`, where the whole list of datasets is known."""
+    values[key] = value
+    return {}
+
+
+RULES: dict[str, Callable[[str, Any, Values], dict[str, Any] | str]] = {
+    "full_finetuning": _full,
     "adapter": _adapter,
     "use_peft": _use_peft,
-    "load_in_4bit": _quantized,
-    "load_in_8bit": _quantized,
-    "quantization_bit": _quantized,
-    "model_revision": _revision,
-    "bf16": _precision,
-    "fp16": _precision,
-    "flash_attention": _attention,
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), _quantized),
+    "freeze_trainable_layers": unfrozen_layers,
+    "freeze_trainable_modules": unfrozen_layers,
+    "freeze_extra_modules": unfrozen_others,
+    **dict.fromkeys(("model_revision", "revision_of_model", "revision"), _revision),
+    "tokenizer_config": _tokenizer,
+    **dict.fromkeys(("bf16", "fp16", *_DTYPES), _precision),
+    "use_cpu": _on_cpu,
+    "no_cuda": _on_cpu,
+    **dict.fromkeys((key for key in keys.DERIVED if key.endswith("attention")), _attention),
     "flash_attn": _attention,
-    "sdp_attention": _attention,
     "lora_target_linear": _all_linear,
-    "assistant_only_loss": _inverted,
-    "completion_only_loss": _inverted,
-    "lr_scheduler_kwargs": _scheduler_arguments,
-    "stage": _supervised_only,
-    "rl": _supervised_only,
-    "template": lambda key, value, values: {},
+    "pissa_init": _pissa,
+    "pissa_iter": _pissa,
+    **dict.fromkeys(keys.TO_PEFT, _peft),
+    **dict.fromkeys(ANSWERS_ONLY, _inverted),
+    "sample_packing": _packing,
+    "neat_packing": _packing,
+    "group_by_length": _order,
+    "disable_shuffling": _order,
+    "curriculum_sampling": _order,
+    "warmup_ratio": warmup_ratio,
+    "evals_per_epoch": evals_per_epoch,
+    "saves_per_epoch": saves_per_epoch,
+    "auto_resume_from_checkpoints": _resume,
+    "random_state": _seed,
+    **dict.fromkeys(
+        (key for key, fields in keys.DERIVED.items() if fields == ("report_to",)), _logger
+    ),
+    "wandb_mode": _wandb_mode,
+    "special_tokens": _special_tokens,
+    "plugins": _plugins,
+    "stage": _stage,
+    "rl": _stage,
+    "template": lambda key, value, values: "not used: the model's own; see the marked sample",
+    "chat_template_jinja": _template_file,
+    "dataset_kwargs": _dataset_arguments,
+    **dict.fromkeys(
+        (
+            "dataset_dir",
+            "pretraining_dataset",
+            "dataset_name",
+            "dataset_config",
+            "dataset_train_split",
+            "dataset_test_split",
+            "dataset_text_field",
+            "format_type",
+            "max_samples",
+        ),
+        _in_entries,
+    ),
 }
-
-
-def derive_batch(
-    values: dict[str, Any], notes: list[str], count_devices: Callable[[Any], int]
-) -> None:
-    """Put samples per optimizer step for samples per device, accumulation and devices."""
-    accumulation = values.pop("gradient_accumulation_steps", None)
-    per_device = values.pop("per_device_train_batch_size", None)
-    if per_device is None and accumulation is not None and "batch_size" not in values:
-        per_device = values.pop("micro_batch_size", None)  # what axolotl calls the same number
-    if per_device is None and accumulation is None:
-        return
-    if values.get("batch_size") is not None:
-        raise ConfigError(
-            f"batch_size: {values['batch_size']} stands beside "
-            f"{'per_device_train_batch_size' if per_device else 'gradient_accumulation_steps'}"
-            "\nhint: batch_size alone says how many samples an optimizer step takes"
-        )
-    numbers = [1 if number is None else number for number in (per_device, accumulation)]
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
-        raise ConfigError(
-            f"not a batch: {text_of(per_device)} per device, {text_of(accumulation)} accumulated"
-            "\nhint: batch_size=16"
-        )
-    num_devices = count_devices(values.get("devices") or "auto")
-    values["batch_size"] = numbers[0] * numbers[1] * num_devices
-    factors = f" {_TIMES} ".join(str(number) for number in (*numbers, num_devices))
-    notes.append(f"batch_size: {values['batch_size']} ({factors} devices)")

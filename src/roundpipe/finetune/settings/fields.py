@@ -34,7 +34,7 @@ Memory = int | float  # bytes; or a share, at most 1, of what is free
 
 
 def _learning_rate(known: dict[str, Any]) -> float:
-    return 1e-5 if known.get("finetuning_type") == "full" else 2e-4
+    return 1e-5 if known.get("finetuning_type") in ("full", "freeze") else 2e-4
 
 
 def _eval_strategy(known: dict[str, Any]) -> Literal["no", "steps", "epoch"]:
@@ -66,7 +66,9 @@ class TrainConfig(BaseModel):
         "unfrozen_parameters says",
     )
     unfrozen_parameters: tuple[str, ...] | None = Field(
-        None, description="regular expressions; parameters they match are trained, no others"
+        None,
+        description="regular expressions; parameters they match are trained, no others; "
+        "layers:-2 the last two layers, layers:2 the first two, layers:-2:mlp a part of them",
     )
 
     # data
@@ -104,7 +106,7 @@ class TrainConfig(BaseModel):
         "fp32", description="of the optimizer's moments: 8, 4 or 2 bytes of each trained weight"
     )
     learning_rate: Annotated[float, Field(ge=0)] = Field(
-        default_factory=_learning_rate, description="peak rate; 2e-4 for adapters, 1e-5 for full"
+        default_factory=_learning_rate, description="peak rate; 2e-4 for adapters, else 1e-5"
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled decay")
     adam_beta1: Share = Field(0.9, description="decay of the first moment")
@@ -125,7 +127,12 @@ class TrainConfig(BaseModel):
         0.03, description="optimizer steps; below 1 a share of all steps"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="cosine ends at this share of the peak rate"
+        None, description="a cosine or a decay ends at this share of the peak rate"
+    )
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="of warmup_stable_decay: num_decay_steps, num_stable_steps, decay_type, "
+        "warmup_type; of a cosine: num_cycles",
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",
@@ -348,7 +355,9 @@ class TrainConfig(BaseModel):
     @classmethod
     def _whole_from_one(cls, given: float | None) -> float | None:
         if given is not None and given >= 1 and given != int(given):
-            raise ValueError(f"neither a share below 1 nor a whole number: {given}")
+            raise ValueError(
+                f"neither a share below 1 nor a whole number: {given}\nhint: 0.1, or a whole number"
+            )
         return given
 
     @model_validator(mode="after")

@@ -3,11 +3,14 @@
 YAML 1.1 is read as people mean it: ``1e-4`` is a number, ``none`` and ``None`` are null, a key
 given twice is an error. On the command line a value is YAML too, but one that opens no bracket and
 no quote is a plain scalar as it stands, so ``sample_prompts=What is this: a test #1`` is a string.
+A file may be JSON, and name variables of the environment: ``${HOME}/out``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,7 @@ import yaml
 from roundpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # The resolver only matches from the front, so the end is part of each pattern.
@@ -27,13 +30,28 @@ _FLOAT = re.compile(
 )
 _NULL = re.compile(r"(?:~|null|Null|NULL|none|None|NONE|)\Z")
 
+_MOST_NODES = 100_000
+
+# ${NAME}, ${NAME:-default}, $NAME in capitals; ${oc.env:NAME,default} of OmegaConf.
+_VARIABLE = re.compile(
+    r"\$\{(?:oc\.env:)?(?P<braced>[A-Za-z_]\w*)(?:(?::-|,)(?P<default>[^{}]*))?\}"
+    r"|\$(?P<bare>[A-Z_][A-Z0-9_]*)\b"
+)
+# Keys whose text is for a model or a template, dollars and all.
+_AS_WRITTEN = ("sample_prompts", "chat_template", "chat_template_jinja", "special_tokens")
+# Keys under which YAML files keep what their anchors name.
+_HOLDERS = ("x-", "x_", ".", "_")
+
+# Keys whose `none` says something that a blank does not.
+_NONE_IS_A_WORD = ("resume_from_checkpoint",)
+
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML with our numbers, our nulls, and no key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(
                     problem="a key that is a list or a mapping", problem_mark=key.start_mark
@@ -43,7 +61,27 @@ class _Loader(yaml.SafeLoader):
                     problem=f"key given twice: {key.value}", problem_mark=key.start_mark
                 )
             seen.add(key.value)
+            if key.value.replace("-", "_") in _NONE_IS_A_WORD and value.value.lower() == "none":
+                value.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        if _unfolded(node, {}) > _MOST_NODES:
+            raise yaml.MarkedYAMLError(
+                problem="aliases that unfold to more than a config can hold",
+                problem_mark=node.start_mark,
+            )
+        return super().construct_document(node)
+
+
+def _unfolded(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many nodes there are once each alias is what it stands for; infinitely many in a loop."""
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
+        known[id(node)] = 1 + sum(_unfolded(part, known) for part in parts)
+    return known[id(node)]
 
 
 _REPLACED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:null", "tag:yaml.org,2002:timestamp"}
@@ -70,11 +108,14 @@ def parse_value(text: str) -> Any:
         ) from problem
 
 
-def read_file(path: str) -> dict[str, Any]:
-    """Every key of the config file ``path``, dashes as underscores. Raises ConfigError."""
+def read_file(path: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Every key of the config file ``path``, dashes as underscores. Raises ConfigError.
+
+    ``environment``: the process's, for variables that values name.
+    """
     file = Path(path)
     try:
-        data = yaml.load(file.read_bytes(), _Loader)
+        data = _data_of(file.read_bytes(), is_json=file.suffix == ".json")
     except FileNotFoundError:
         raise ConfigError(f"no such config file: {path}\nhint: {near_file(file)}") from None
     except OSError as problem:
@@ -90,7 +131,53 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"not a config: {path} holds a {type(data).__name__}\nhint: one `key: value` a line"
         )
-    return {str(key).replace("-", "_"): value for key, value in data.items()}
+    return {
+        str(key).replace("-", "_"): value
+        if key in _AS_WRITTEN
+        else _filled(value, str(key), environment or {})
+        for key, value in data.items()
+        if not (str(key).startswith(_HOLDERS) and isinstance(value, dict | list))
+    }
+
+
+def _data_of(content: bytes, *, is_json: bool) -> Any:
+    """What a file says. YAML takes most of JSON too, but no tabs."""
+    if is_json:
+        with contextlib.suppress(ValueError):  # else YAML says where it is wrong
+            return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
+    return yaml.load(content, _Loader)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise yaml.YAMLError(f"key given twice: {key}")
+        found[key] = value
+    return found
+
+
+def _filled(value: Any, key: str, environment: Mapping[str, str]) -> Any:
+    """The value with variables of the environment filled in. Raises ConfigError for unset ones."""
+    if isinstance(value, dict):
+        return {name: _filled(each, f"{key}.{name}", environment) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, key, environment) for each in value]
+    if not isinstance(value, str) or "$" not in value:
+        return value
+
+    def fill(found: re.Match[str]) -> str:
+        name = found["braced"] or found["bare"]
+        text = environment.get(name, found["default"])
+        if text is None:
+            raise ConfigError(
+                f"no such variable in the environment: {key}: {value}"
+                f"\nhint: export {name}=…, or write what it stands for"
+            )
+        return text
+
+    filled = _VARIABLE.sub(fill, value)
+    return filled if filled == value else parse_value(filled)
 
 
 def parse_argv(

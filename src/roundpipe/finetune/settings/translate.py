@@ -1,4 +1,4 @@
-"""From the keys people bring to the fields of TrainConfig, with a line for whatever changed.
+"""From the keys people bring to the fields of TrainConfig, with an account of whatever changed.
 
 The file and the command line are merged before anything is derived, so
 ``gradient_accumulation_steps=8`` on the command line and ``per_device_train_batch_size: 2`` in the
@@ -13,36 +13,91 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.settings import keys
-from roundpipe.finetune.settings.derive import BATCH, derive, derive_batch
+from roundpipe.finetune.settings.account import NOTHING, Account, is_empty, text_of
+from roundpipe.finetune.settings.batch import BATCH, derive_batch
+from roundpipe.finetune.settings.derive import ANSWERS_ONLY, derive
+from roundpipe.finetune.settings.entries import build_datasets
 from roundpipe.finetune.settings.fields import TrainConfig
-from roundpipe.finetune.settings.words import is_empty, text_of, translate_words
+from roundpipe.finetune.settings.meant import mean_method
+from roundpipe.finetune.settings.words import translate_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 FIELDS = frozenset(TrainConfig.model_fields)
-KNOWN = FIELDS.union(keys.ALIASES, keys.DERIVED, keys.NEEDLESS, keys.LATER, keys.REFUSED)
+# Foreign keys that say something by false or a blank: no to an adapter or to a logger, or that
+# more than the answers is trained.
+_SAY_NO = ("adapter", "enable_wandb", "use_wandb", *ANSWERS_ONLY)
+# Fields whose null says nothing in a file; of the others none is a setting.
+_UNSAID = FIELDS - {"max_grad_norm", "save_total_limit"}
+KNOWN = FIELDS.union(keys.ALIASES, keys.DERIVED, keys.NEEDLESS, keys.REFUSED, keys.UNFOLDED)
 
 
 def translate(
     file: Mapping[str, Any], command_line: Mapping[str, Any], count_devices: Callable[[Any], int]
-) -> tuple[dict[str, Any], list[str]]:
-    """The values of TrainConfig's fields that two layers of keys ask for, and what to say of it.
+) -> tuple[dict[str, Any], Account]:
+    """The values of TrainConfig's fields that two layers of keys ask for, and what became of each.
 
     ``count_devices(devices)`` is asked only where a batch is given per device. Raises ConfigError
-    for keys that are unknown, refused, or still to come, and for two that disagree.
+    for keys that are unknown or refused, and for two that disagree.
     """
-    notes: list[str] = []
+    account = Account()
+    file, command_line = unfolded(file), unfolded(command_line)
     _refuse_unknown({**file, **command_line})
+    for key, value in {**file, **command_line}.items():
+        account.read(key, value, keys.ALIASES.get(key, key))
     # On the command line a short name is meant as one and needs no word.
-    values = _merge(_rename(file, notes), _rename(command_line, []))
-    _refuse_later(values)
-    _drop_needless(values, notes)
-    for key in [key for key in values if key in keys.DERIVED and key not in BATCH]:
-        derive(key, values, notes)
-    derive_batch(values, notes, count_devices)
-    translate_words(values, notes)
-    return values, notes
+    ours = _rename(_without_nothings(file, account), account, is_said=True)
+    said = _rename(command_line, account, is_said=False)
+    values = _merge(ours, said)
+    for target in (ours.keys() - values.keys()) | (ours.keys() & said.keys()):
+        account.leaves(target, "the command line says it", but=command_line)
+    _refuse(values, account)
+    _drop_needless(values, account)
+    translate_words(values, account)
+    for key in [key for key in keys.DERIVED if key in values and key not in BATCH]:
+        derive(key, values, account)
+    mean_method(file, values, account)
+    derive_batch(values, account, count_devices)
+    build_datasets(values, account)
+    return values, account
+
+
+def unfolded(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the keys of sections where they count. Raises ConfigError for one that is given twice."""
+    flat: dict[str, Any] = {}
+    for key, value in layer.items():
+        if key not in keys.UNFOLDED:
+            inner = {key: value}
+        elif is_empty(value):
+            continue
+        elif not isinstance(value, dict) or _is_other_quantization(key, value):
+            way_out = (
+                "finetuning_type=qlora packs the base weights into 4 bits"
+                if key == "quantization_config"
+                else "a section of keys, or the keys alone"
+            )
+            raise ConfigError(f"not supported: {key}: {text_of(value)}\nhint: {way_out}")
+        else:
+            names = keys.UNFOLDED[key]
+            inner = {names.get(str(name), str(name)): each for name, each in value.items()}
+            inner.pop("quant_method", None)
+        for name, each in inner.items():
+            if name in flat and flat[name] != each:
+                raise ConfigError(
+                    f"{name} is given twice: {text_of(flat[name])} and {text_of(each)}"
+                    "\nhint: leave one of them out"
+                )
+            flat[name] = each
+    return flat
+
+
+def _is_other_quantization(key: str, value: Mapping[str, Any]) -> bool:
+    method = value.get("quant_method")
+    return key == "quantization_config" and (
+        method not in (None, "bitsandbytes")
+        or not any(name.startswith("load_in_") for name in value)
+    )
 
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
@@ -64,21 +119,38 @@ def _nearest(key: str) -> str:
     return ""
 
 
-def _rename(layer: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _without_nothings(file: Mapping[str, Any], account: Account) -> dict[str, Any]:
+    """A file's keys but for foreign ones that ask for nothing."""
+    kept = {}
+    for key, value in file.items():
+        is_foreign = key not in FIELDS and key not in _SAY_NO
+        if (is_foreign and is_empty(value)) or (value is None and key in _UNSAID):
+            account.leaves(keys.ALIASES.get(key, key), NOTHING, name=key)
+        else:
+            kept[key] = value
+    return kept
+
+
+def _rename(layer: Mapping[str, Any], account: Account, *, is_said: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for key, value in layer.items():
         target = keys.ALIASES.get(key, key)
-        if target in values and values[target] != value:
+        if values.get(target) is not None and value is not None and values[target] != value:
             raise ConfigError(
                 f"{target} is given twice: {origin[target]}: {values[target]}, {key}: {value}"
                 "\nhint: leave one of them out"
             )
-        values[target], origin[target] = value, key
+        if value is not None or target not in values:
+            values[target], origin[target] = value, key
     renamed = {key: target for target, key in origin.items() if not is_empty(values[target])}
-    said = [f"{key} is {target}" for key, target in renamed.items() if key != target]
-    if said:
-        notes.append(f"read as ours: {', '.join(said)}")
+    said = [
+        f"{key} is {target}"
+        for key, target in renamed.items()
+        if key != target and target in FIELDS
+    ]
+    if said and is_said:
+        account.say(f"read as ours: {', '.join(said)}", in_table=True)
     return values
 
 
@@ -90,25 +162,23 @@ def _merge(file: dict[str, Any], command_line: dict[str, Any]) -> dict[str, Any]
         group = BATCH if key in BATCH else set()
         for other in file:
             same_target = set(keys.DERIVED.get(other, (other,))) & set(targets)
-            if same_target and other not in group:
-                kept.pop(other, None)
+            if same_target and other not in group and other in kept:
+                del kept[other]
     return {**kept, **command_line}
 
 
-def _refuse_later(values: dict[str, Any]) -> None:
-    for key in [key for key in values if key in keys.LATER or key in keys.REFUSED]:
+def _refuse(values: dict[str, Any], account: Account) -> None:
+    for key in [key for key in values if key in keys.REFUSED]:
         value = values.pop(key)
-        if is_empty(value):
-            continue
-        if key in keys.REFUSED:
+        if not is_empty(value) and value not in keys.NEUTRAL.get(key, ()):
             raise ConfigError(f"not supported: {key}: {text_of(value)}\nhint: {keys.REFUSED[key]}")
-        nothing, way_out = keys.LATER[key]
-        if value != nothing:
-            raise ConfigError(f"not yet: {key}: {text_of(value)}\nhint: {way_out}")
+        account.leaves(key, NOTHING)
 
 
-def _drop_needless(values: dict[str, Any], notes: list[str]) -> None:
+def _drop_needless(values: dict[str, Any], account: Account) -> None:
     given = [key for key in values if key in keys.NEEDLESS]
-    named = [key for key in given if not is_empty(values.pop(key))]
+    named = [account.name_of(key) for key in given if not is_empty(values.pop(key))]
+    for key in given:
+        account.leaves(key, f"not needed: {keys.NEEDLESS[key]}")
     if named:
-        notes.append(f"not needed here: {', '.join(named)}")
+        account.say(f"not needed here: {', '.join(named)}", in_table=True)

@@ -1,84 +1,205 @@
-"""Values of our own keys in the words of other trainers, and the words that are still to come."""
+"""Values of our own keys in the words of other trainers."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.settings import keys
+from roundpipe.finetune.settings.account import is_empty, text_of
+from roundpipe.finetune.settings.parse import parse_value
+from roundpipe.finetune.settings.reporters import reporters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from roundpipe.finetune.settings.account import Account
 
-def translate_words(values: dict[str, Any], notes: list[str]) -> None:
-    """Names of values, where the key is ours and the word another trainer's."""
-    _translate_word("optim", keys.OPTIMIZERS, values, notes)
-    _translate_8bit(values, notes)
-    _translate_word("dtype", keys.DTYPES, values, notes)
-    _translate_word("lr_scheduler_type", {"cosine_with_min_lr": "cosine"}, values, notes)
-    _translate_word("truncation", {"truncate": "cut", "raise": "error"}, values, notes)
-    _translate_word("attn_implementation", _FLASH, values, notes)
-    _translate_word("chat_template", {"tokenizer_default": "auto"}, values, notes)
-    _refuse_words(values)
-    if isinstance(values.get("target_modules"), str):
-        values["target_modules"] = _targets(values["target_modules"])
+_WORDS: dict[str, dict[str, str]] = {
+    "optim": dict.fromkeys(
+        (
+            "adamw",
+            "adamw_apex_fused",
+            "adamw_hf",
+            "adamw_torch_fused",
+            "adamw_torch_npu_fused",
+            "adamw_torch_xla",
+            "optimi_adamw",
+            "paged_adamw",
+            "paged_adamw_32bit",
+        ),
+        "adamw_torch",
+    ),
+    "dtype": {
+        "bfloat16": "bf16",
+        "float32": "fp32",
+        "float": "fp32",
+        "float16": "fp16",
+        "half": "fp16",
+    },
+    "lr_scheduler_type": {"wsd": "warmup_stable_decay"},
+    "truncation": {"truncate": "cut", "raise": "error"},
+    "metric_for_best_model": {"loss": "eval_loss"},
+    "chat_template": {"tokenizer_default": "auto"},
+}
+OPTIMIZERS_8BIT = (
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "adamw_torch_8bit",
+    "ao_adamw_8bit",
+    "paged_adamw_8bit",
+)
+_FAST_ATTENTION = re.compile(r"fa[234]|sage|xformers|flex_attention|.*flash.*")
+# Templates that axolotl and unsloth bring along under names of their own.
+_TEMPLATES = re.compile(
+    r"(alpaca|aya|cohere|command_a|deepseek|exaone|falcon_h1|gemma|gpt-?oss|jamba|lfm|llama|llava"
+    r"|metharme|mistral|nemotron_h|phi|pixtral|qwen|starling|tokenizer_default|unsloth|vicuna"
+    r"|yi-chat|zephyr)[-_.a-z0-9]*"
+)
+_SCHEDULE_ARGUMENTS = (
+    "decay_type",
+    "num_cycles",
+    "num_decay_steps",
+    "num_stable_steps",
+    "warmup_type",
+)
+
+
+def translate_words(values: dict[str, Any], account: Account) -> None:
+    """Put our words for those of other trainers, where the key is ours."""
+    if isinstance(values.get("dtype"), str):
+        values["dtype"] = values["dtype"].removeprefix("torch.")
+    for field, words in _WORDS.items():
+        _translate_word(field, words, values, account)
+    _translate_8bit(values, account)
+    _translate_template(values, account)
+    attention = values.get("attn_implementation")
+    if isinstance(attention, str) and _FAST_ATTENTION.fullmatch(attention):
+        _translate_word("attn_implementation", {attention: "sdpa"}, values, account)
+    _translate_schedule(values, account)
+    _translate_counts(values, account)
+    targets = values.get("target_modules")
+    if isinstance(targets, list) and targets in (["all"], ["all-linear"]):
+        targets = "all-linear"
+    if isinstance(targets, str):
+        values["target_modules"] = _targets(targets)
     for field in ("modules_to_save", "target_parameters"):
         if isinstance(values.get(field), str):
             values[field] = _names(values[field])
-    if values.get("val_size") == 0:
-        del values["val_size"]
-    for field in ("report_to", "sample_prompts"):
-        if values.get(field) in ([], ["none"], ["None"], [None]):
-            del values[field]
-    for field in ("dataset", "eval_dataset"):
-        if values.get(field) is not None:
-            given = values[field]
-            entries = given if isinstance(given, list | tuple) else [given]
-            values[field] = [_entry(entry, notes) for entry in entries]
-
-
-_FLASH = dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2", "flash"), "sdpa")
-
-_WORDS_LATER = {
-    ("finetuning_type", "freeze"): "finetuning_type=lora",
-    ("lr_scheduler_type", "warmup_stable_decay"): "lr_scheduler_type=cosine",
-    ("lr_scheduler_type", "wsd"): "lr_scheduler_type=cosine",
-    **{
-        ("report_to", name): "report_to=none: trainer_log.jsonl has every value"
-        for name in ("all", "tensorboard", "wandb", "mlflow", "trackio")
-    },
-}
+    if values.get("report_to") is not None:
+        values["report_to"] = reporters(values["report_to"])
+    if values.get("sample_prompts") in ([], ["none"], ["None"], [None]):
+        del values["sample_prompts"]
 
 
 def _translate_word(
-    field: str, words: Mapping[str, str], values: dict[str, Any], notes: list[str]
+    field: str, words: Mapping[str, str], values: dict[str, Any], account: Account
 ) -> None:
     value = values.get(field)
     if isinstance(value, str) and value in words:
         values[field] = words[value]
-        notes.append(f"{field}: {value} is {words[value]}")
+        account.say(f"{field}: {value} is {words[value]}", in_table=True)
 
 
-def _translate_8bit(values: dict[str, Any], notes: list[str]) -> None:
+def _translate_8bit(values: dict[str, Any], account: Account) -> None:
     """An optimizer with 8-bit moments; what is said of the moments themselves counts more."""
     value = values.get("optim")
-    if value in keys.OPTIMIZERS_8BIT:
+    if value in OPTIMIZERS_8BIT:
         values["optim"] = "adamw_torch"
         state = values.setdefault("optim_state_dtype", "int8")
-        notes.append(f"optim: {value} is adamw_torch with optim_state_dtype: {state}")
+        account.adds("optim", "optim_state_dtype")
+        text = f"optim: {value} is adamw_torch with optim_state_dtype: {state}"
+        account.say(text, in_table=True)
 
 
-def _refuse_words(values: Mapping[str, Any]) -> None:
-    for (field, word), way_out in _WORDS_LATER.items():
-        value = values.get(field)
-        if value in (word, [word]):
-            raise ConfigError(f"not yet: {field}: {word}\nhint: {way_out}")
-    if isinstance(values.get("eval_steps"), float) and 0 < values["eval_steps"] < 1:
+def _translate_template(values: dict[str, Any], account: Account) -> None:
+    """Another trainer's name of a template: the model's own is used in its place."""
+    value = values.get("chat_template")
+    if value == "jinja":  # what it is, another key says
+        del values["chat_template"]
+        account.leaves("chat_template", "not needed: chat_template_jinja says which")
+    elif isinstance(value, str) and value != "auto" and _TEMPLATES.fullmatch(value):
+        values["chat_template"] = "auto"
+        account.say(f"not used: chat_template: {value} (the model's own; see the marked sample)")
+
+
+def _translate_schedule(values: dict[str, Any], account: Account) -> None:
+    """Settings of a schedule: the least rate is a key of ours, a few others go on as they are."""
+    rest = _schedule_arguments(values.pop("lr_scheduler_kwargs", None))
+    ratios = [rest.pop(name) for name in ("min_lr_rate", "min_lr_ratio") if name in rest]
+    if "min_lr" in rest:
+        ratios.append(_as_ratio(rest.pop("min_lr"), values))
+    for ratio in ratios:
+        if ratio is not None:
+            values["min_lr_ratio"] = ratio
+            account.adds("lr_scheduler_kwargs", "min_lr_ratio")
+    if values.get("lr_scheduler_type") == "cosine_with_restarts":
+        if rest.pop("num_cycles", 1) != 1:
+            raise ConfigError(
+                "not supported: lr_scheduler_type: cosine_with_restarts with more than one cycle"
+                "\nhint: lr_scheduler_type=cosine"
+            )
+        values["lr_scheduler_type"] = "cosine"
+        account.say("lr_scheduler_type: cosine_with_restarts is cosine (one cycle)")
+    unknown = [name for name in rest if name not in _SCHEDULE_ARGUMENTS]
+    if unknown:
         raise ConfigError(
-            f"not yet: eval_steps: {values['eval_steps']} as a share\nhint: eval_steps=50, or "
-            "eval_strategy=epoch"
+            f"not supported: lr_scheduler_kwargs: {unknown[0]}: {text_of(rest[unknown[0]])}"
+            f"\nhint: min_lr_ratio=0.1, or one of {', '.join(_SCHEDULE_ARGUMENTS)}"
         )
+    if rest:
+        values["lr_scheduler_kwargs"] = rest
+
+
+def _schedule_arguments(given: Any) -> dict[str, Any]:
+    """As a mapping, which may be given as text."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = parse_value(given)
+    if is_empty(given):
+        return {}
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"not settings of a schedule: lr_scheduler_kwargs: {text_of(given)}"
+            "\nhint: lr_scheduler_kwargs='{num_decay_steps: 100}'"
+        )
+    return dict(given)
+
+
+def _as_ratio(least: Any, values: Mapping[str, Any]) -> float | None:
+    """An absolute least rate as a share of the peak rate."""
+    if least is None:
+        return None
+    try:
+        return round(float(least) / float(values["learning_rate"]), 12)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        raise ConfigError(
+            f"min_lr: {text_of(least)} is a share of a learning_rate that is not given"
+            "\nhint: min_lr_ratio=0.1 in its place"
+        ) from None
+
+
+def _translate_counts(values: dict[str, Any], account: Account) -> None:
+    """Numbers that mean none, and steps beside another way to say when."""
+    for field in ("eval_steps", "save_steps", "max_steps", "save_total_limit", "val_size"):
+        value = values.get(field)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            values[field] = None
+            if value < 0 and field not in ("max_steps", "save_total_limit"):
+                values[field] = value  # a mistake
+    if values.get("max_grad_norm") in (0, "0") and values["max_grad_norm"] is not False:
+        values["max_grad_norm"] = None
+        account.say("max_grad_norm: 0 is max_grad_norm: null (nothing is clipped)", in_table=True)
+    for what in ("eval", "save"):
+        strategy = values.get(f"{what}_strategy")
+        counts_steps = strategy not in ("epoch", "no", "best", "minutes", False)
+        if not counts_steps and values.pop(f"{what}_steps", None) is not None:
+            said = f"{what}_strategy: {'no' if strategy is False else strategy} counts"
+            account.leaves(f"{what}_steps", f"not used: {said}")
+            account.say(f"not used: {what}_steps ({said})", in_table=True)
+    every = values.get("logging_steps")
+    if isinstance(every, float) and 0 < every < 1:
+        values["logging_steps"] = 1
+        account.say(f"logging_steps: {every:g} is 1: a share of all steps is not known yet")
 
 
 def _targets(text: str) -> str | list[str]:
@@ -90,39 +211,3 @@ def _targets(text: str) -> str | list[str]:
 
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _entry(entry: Any, notes: list[str]) -> Any:
-    """One entry of a dataset list with its keys and words as ours."""
-    if not isinstance(entry, dict):
-        return entry
-    ours: dict[str, Any] = {}
-    for raw, value in entry.items():
-        key = keys.ENTRY_ALIASES.get(str(raw), str(raw))
-        column = keys.ENTRY_COLUMNS.get(str(key))
-        if column is not None and isinstance(value, str):
-            ours.setdefault("columns", {})[column] = value
-            notes.append(f"{key}: {value} is columns: {{{column}: {value}}}")
-        elif key in keys.ENTRY_LATER and not is_empty(value):
-            raise ConfigError(
-                f"not yet: {key}: {text_of(value)} of a dataset"
-                "\nhint: path: FILE.jsonl, a file of its own"
-            )
-        elif key not in keys.ENTRY_NEEDLESS and key not in keys.ENTRY_LATER:
-            ours[key] = value
-    kind = ours.get("type")
-    if isinstance(kind, str):
-        ours["type"] = keys.ENTRY_TYPES.get(kind, kind)
-    return ours
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a foreign value asks for nothing."""
-    return value is None or value is False or value in ("", [], {}, ())
-
-
-def text_of(value: Any) -> str:
-    """A value as a config would write it."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from roundpipe.errors import ConfigError, ModelError
 from roundpipe.models.estimate.method import ALL_LINEAR
 from roundpipe.models.experts import is_stacked
+from roundpipe.models.freeze import unfrozen
 from roundpipe.models.routed import is_routed
 from roundpipe.models.text_only import other_parts
 
@@ -97,20 +98,15 @@ class _Saved(nn.Module):
 def apply_method(model: nn.Module, method: Method) -> None:
     """Freeze and add adapters in place; the model may be on meta.
 
-    Raises ConfigError where nothing would be trained.
+    Raises ConfigError where nothing would be trained, and for a pattern that names nothing.
     """
     if method.has_adapter:
         _add_adapters(model, method.lora)
     elif method.name == "freeze":
-        patterns = [re.compile(pattern) for pattern in method.unfrozen]
-        for name, parameter in model.named_parameters():
-            is_trained = any(pattern.search(name) for pattern in patterns)
-            parameter.requires_grad_(is_trained and parameter.is_floating_point())
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"unfrozen_parameters: no weight is called like {', '.join(method.unfrozen)}\n"
-            f"hint: names look like {next(name for name, _ in model.named_parameters())}"
-        )
+        trained = unfrozen(model, method.unfrozen)
+        model.requires_grad_(False)
+        for parameter in trained.values():
+            parameter.requires_grad_(True)
 
 
 def _add_adapters(model: nn.Module, lora: Lora) -> None:

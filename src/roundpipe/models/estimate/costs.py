@@ -169,6 +169,15 @@ class Host:
         return masters + round(state)
 
     @property
+    def saved_bytes(self) -> int:
+        """Masters, also where they are the working weights themselves, and moments.
+
+        What a checkpoint holds beside the weights.
+        """
+        masters = [(count, self._master_bytes(size)) for count, size in self.sizes.trained]
+        return round(sum(count * (master + self._state_bytes(master)) for count, master in masters))
+
+    @property
     def update_bytes(self) -> int:
         """Gradient read, master and state read and written, working weight written."""
         total = 0.0

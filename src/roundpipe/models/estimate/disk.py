@@ -31,7 +31,7 @@ def disk(profile: Profile, job: Job, *, save_total_limit: int | None = 2) -> Dis
     None keeps all, of which two are counted.
     """
     trained = sum(n * size for layer in profile.layers for n, size in layer.sizes.trained)
-    state = sum(Host(layer.sizes, job).pageable_bytes for layer in profile.layers)
+    state = sum(Host(layer.sizes, job).saved_bytes for layer in profile.layers)
     has_adapter = profile.method in ("lora", "qlora")
     base = profile.parameters - (profile.trained_parameters if has_adapter else 0)
     weights = trained if has_adapter else profile.parameters * job.bits // 8

@@ -40,15 +40,33 @@ def as_weights(config: Any, files: Mapping[str, FileTensor]) -> dict[str, Stored
     ``config``: the model's ``quantization_config``, a mapping or None. Raises ConfigError, naming
     the method and the way out, for one that is not read, and for parts that are missing.
     """
-    if not config:
+    method = _method(config)
+    if method is None:
         return _plain(files)
-    method = config.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in config else None)
-    if method == "bitsandbytes" and (config.get("load_in_4bit") or config.get("_load_in_4bit")):
+    if method == "bitsandbytes":
         return _bitsandbytes(files)
-    if method == "mxfp4":
-        return _mxfp4(files)
-    if method == "fp8":
-        return _fp8(files, config)
+    return _mxfp4(files) if method == "mxfp4" else _fp8(files, config)
+
+
+def refuse_form(config: Any) -> None:
+    """Raise ConfigError for a model whose files are in a form that is not read.
+
+    ``config``: of transformers. Known before there is a file of weights.
+    """
+    for each in (config, config.get_text_config()):
+        _method(getattr(each, "quantization_config", None))
+
+
+def _method(config: Any) -> str | None:
+    """The form that a ``quantization_config`` tells of; None: as it is. Raises ConfigError."""
+    if not config:
+        return None
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    method = config.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in config else None)
+    is_8_bits = not (config.get("load_in_4bit") or config.get("_load_in_4bit"))
+    if method in ("mxfp4", "fp8") or (method == "bitsandbytes" and not is_8_bits):
+        return str(method)
     kind = "8 bits of bitsandbytes" if method == "bitsandbytes" else method
     raise ConfigError(f"weights in a form that is not read: {kind}\nhint: {_WAY_OUT}")
 

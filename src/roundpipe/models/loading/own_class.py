@@ -15,12 +15,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_OTHER_TASKS = (
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "RewardModel",
+)
+
+
 def class_for(config: Any) -> Any:
     """The class of transformers whose ``_from_config`` and ``from_pretrained`` suit ``config``.
 
     The checkpoint's own, where it makes text; else that of the first of the tasks "causal LM",
     "image, text to text", "multimodal LM" that has one. No class of a checkpoint's own code is
-    ever returned. Raises ConfigError where there is none, and for an encoder with a decoder.
+    ever returned. Raises ConfigError where there is none, for an encoder with a decoder, and for a
+    model that was made for something else than to go on with a text.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -31,6 +43,11 @@ def class_for(config: Any) -> Any:
     for name in getattr(config, "architectures", None) or ():
         if name in found:
             return found[name]
+        if str(name).endswith(_OTHER_TASKS):
+            raise ConfigError(
+                f"not a causal language model: {name}\n"
+                "hint: give a model that goes on with a text (…ForCausalLM)"
+            )
     if not found:
         raise ConfigError(
             f"not a causal language model of transformers: {type(config).__name__}\n"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roundpipe.errors import ConfigError
+from roundpipe.models.loading.distrust import INDEX, is_plain, once, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
-_LARGEST_INDEX = 256 << 20
 _PIECE = 16 << 20  # bytes read at once where they are cast on the way
 _FETCH_AGAIN = "an interrupted download leaves such a file; fetch it again"
 DTYPES = {
@@ -136,37 +135,18 @@ def open_shards(folder: Path, explicit: str | None = None) -> Shards:
         return _merged(folder, _listed(folder, explicit))
     if (folder / _ONE_FILE).is_file():
         return _merged(folder, {_ONE_FILE: ()})
-    if (folder / _INDEX).is_file():
-        return _merged(folder, _listed(folder, _INDEX))
+    if (folder / INDEX).is_file():
+        return _merged(folder, _listed(folder, INDEX))
     raise ConfigError(_why_none(folder))
-
-
-def read_json(path: Path, most: int) -> Any:
-    """Read a JSON file of up to ``most`` bytes; a key twice in one object is an error."""
-    if path.stat().st_size > most:
-        raise ConfigError(f"too large a file: {path}: {path.stat().st_size} bytes, at most {most}")
-    try:
-        return json.loads(path.read_bytes(), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not JSON: {path}: {error}\nhint: {_FETCH_AGAIN}") from error
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Read what one safetensors file holds, by name; raises ConfigError where it is not sound."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-            raise _broken(path, f"its header of {length} bytes does not fit its {size}")
-        try:
-            header = json.loads(file.read(length), object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            raise _broken(path, f"its header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise _broken(path, "its header holds no object")
+    header, start = _header_of(path, size)
     header.pop("__metadata__", None)
-    tensors = {name: _entry(path, name, fields, 8 + length) for name, fields in header.items()}
-    end = 8 + length
+    tensors = {name: _entry(path, name, fields, start) for name, fields in header.items()}
+    end = start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != end:
             raise _broken(path, f"a tensor does not begin where another ended: {tensor.name}")
@@ -174,6 +154,30 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     if end != size:
         raise _broken(path, f"it has {size} bytes, its header tells of {end}")
     return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read what a safetensors file says beside its tensors; raises as `read_header` does."""
+    header, _ = _header_of(path, path.stat().st_size)
+    found = header.get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise _broken(path, "its metadata are no strings")
+    return found
+
+
+def _header_of(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """A file's header, and where what it tells of begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            raise _broken(path, f"its header of {length} bytes does not fit its {size}")
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=once)
+        except (ValueError, RecursionError) as error:
+            raise _broken(path, f"its header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header holds no object")
+    return header, 8 + length
 
 
 def _entry(path: Path, name: str, fields: Any, start: int) -> FileTensor:
@@ -196,7 +200,7 @@ def _entry(path: Path, name: str, fields: Any, start: int) -> FileTensor:
 
 def _listed(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
     """The files that an index names, and the tensors that it says are in each."""
-    if not _is_plain(name):
+    if not is_plain(name):
         raise ConfigError(f"a file outside the model's folder: {folder}: {name!r}")
     if name.endswith(".safetensors"):
         _require(folder, [name])
@@ -206,20 +210,9 @@ def _listed(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
             f"not a safetensors file: {folder / name}\nhint: only safetensors files are opened"
         )
     _require(folder, [name])
-    index = read_json(folder / name, _LARGEST_INDEX)
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise ConfigError(f"not an index of weights: {folder / name}\nhint: {_FETCH_AGAIN}")
-    listed: dict[str, list[str]] = {}
-    for tensor, file in places.items():
-        if not isinstance(file, str) or not _is_plain(file) or not file.endswith(".safetensors"):
-            raise ConfigError(
-                f"an index names a file that is not opened: {folder / name}: {tensor}: {file!r}\n"
-                "hint: its files must be *.safetensors beside it"
-            )
-        listed.setdefault(file, []).append(tensor)
+    listed = weight_files(folder / name)
     _require(folder, listed)
-    return {file: tuple(tensors) for file, tensors in sorted(listed.items())}
+    return listed
 
 
 def _require(folder: Path, names: Any) -> None:
@@ -231,10 +224,6 @@ def _require(folder: Path, names: Any) -> None:
         )
 
 
-def _is_plain(name: str) -> bool:
-    return name not in {"", ".", ".."} and not set(name) & set("/\\\0:")
-
-
 def _merged(folder: Path, listed: Mapping[str, tuple[str, ...]]) -> Shards:
     tensors: dict[str, FileTensor] = {}
     for file, expected in listed.items():
@@ -244,7 +233,7 @@ def _merged(folder: Path, listed: Mapping[str, tuple[str, ...]]) -> Shards:
             other = tensors[twice[0]].path.name
             raise ConfigError(
                 f"a tensor is in two files: {folder}: {twice[0]}: {other} and {file}\n"
-                f"hint: keep the files of one model only, as {_INDEX} lists them"
+                f"hint: keep the files of one model only, as {INDEX} lists them"
             )
         absent = [name for name in expected if name not in found]
         if absent:
@@ -269,21 +258,12 @@ def _why_none(folder: Path) -> str:
             '.save_pretrained("converted")'
         )
     if any(folder.glob("*.safetensors")):
-        return f"its weight files have no index: {folder}\nhint: fetch {_INDEX} too"
+        return f"its weight files have no index: {folder}\nhint: fetch {INDEX} too"
     return f"no weights (*.safetensors) in: {folder}\nhint: {_FETCH_AGAIN}"
 
 
 def _broken(path: Path, why: str) -> ConfigError:
     return ConfigError(f"not a sound safetensors file: {path}: {why}\nhint: {_FETCH_AGAIN}")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"a key twice: {name}")
-        found[name] = value
-    return found
 
 
 @contextmanager

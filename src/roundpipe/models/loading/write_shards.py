@@ -1,19 +1,19 @@
 """Safetensors files that are written while their tensors are made, one group after another.
 
 The header needs shapes alone, so it is written first; then each tensor goes to its place. A file
-gets its name when it is whole.
+gets its name when it is whole, and its SHA-256 is taken as it is written.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
+from roundpipe.durable import Fingerprint, HashedFile
 from roundpipe.models.loading.shards import DTYPES
 
 if TYPE_CHECKING:
@@ -62,32 +62,38 @@ def plan_shards(groups: Sequence[Mapping[str, Tensor]], most_bytes: int | None) 
 
 
 def write_shard(
-    path: Path, tensors: Mapping[str, Tensor], parts: Iterable[Mapping[str, Tensor]]
-) -> None:
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    parts: Iterable[Mapping[str, Tensor]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> Fingerprint:
     """Write one file of ``tensors``, whose values come in ``parts``; holds one of these at a time.
 
-    Blocks on the disk. The file is there whole or not at all.
+    ``metadata``: more than stock readers look at. Blocks on the disk; returns what was written.
+    The file is there whole or not at all.
     """
-    offsets, header = _header(tensors)
+    offsets, header = _header(tensors, metadata or {})
     beside = path.with_name(f"{path.name}.partial")
     missing = set(tensors)
+    beside.unlink(missing_ok=True)
     try:
-        with beside.open("wb") as file:
-            file.write(header)
-            file.flush()
+        with HashedFile(beside) as file:
+            file.write_at(0, header)
             for part in parts:
                 missing -= part.keys()
                 for name in part:
                     tensor = _checked(name, part[name], tensors[name])
-                    _write(file.fileno(), len(header) + offsets[name], tensor)
+                    file.write_at(len(header) + offsets[name], bytes_of(tensor))
                     del tensor
                 del part  # before the next one is made
             assert not missing, f"{path.name}: {sorted(missing)[:3]}"
-            os.fsync(file.fileno())
+            written = file.finish()
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+    return written
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
@@ -111,12 +117,17 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _header(tensors: Mapping[str, Tensor]) -> tuple[dict[str, int], bytes]:
-    """Where each tensor begins behind the header, and the header; wide dtypes come first."""
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[dict[str, int], bytes]:
+    """Where each tensor begins behind the header, and the header; wide dtypes come first.
+
+    Those of one width lie in the order given, which is that in which they will be written.
+    """
+    fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offsets: dict[str, int] = {}
     end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):
+    for name, tensor in sorted(tensors.items(), key=lambda each: -each[1].itemsize):
         offsets[name], end = end, end + _num_bytes(tensor)
         fields[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -138,8 +149,6 @@ def _num_bytes(tensor: Tensor) -> int:
     return prod(tensor.shape) * tensor.itemsize
 
 
-def _write(file: int, place: int, tensor: Tensor) -> None:
-    memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    while memory:
-        written = os.pwrite(file, memory, place)
-        memory, place = memory[written:], place + written
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, without a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,287 @@
+"""A wrapped model with everything that makes its steps, and what of it a checkpoint must hold.
+
+[Note: one step behind] A step's norm, and whether it was skipped, are known only when it has
+committed; asking at once would stop the pipeline. So the learning rate moves on, and the step is
+logged, when the next one has been given: `Training.settle` catches up where nothing follows yet.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.errors import RoundPipeError
+from roundpipe.finetune.data.collate import collate, cut_rows, cut_rows_evenly, tokens_in
+from roundpipe.finetune.run.best import Best
+from roundpipe.finetune.run.busy import BusyMeter
+from roundpipe.finetune.run.evaluate import Evaluation, evaluate
+from roundpipe.finetune.run.retry import Splitting, lost_memory
+from roundpipe.finetune.run.schedule import factor_of, make_scheduler
+from roundpipe.finetune.run.step_log import StepLog, StepRecord
+from roundpipe.models.loss import count_trained_tokens
+from roundpipe.optim import AdamW
+from roundpipe.optim.scaler import GradScaler
+from roundpipe.roundpipe import RoundPipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from roundpipe.engine.updates import StepResult
+    from roundpipe.finetune.output.progress import Progress
+    from roundpipe.finetune.run.due import Due
+    from roundpipe.finetune.run.prepare import Job
+    from roundpipe.finetune.settings.config import TrainConfig
+
+
+class Training:
+    """``trainer`` and what drives it; ``done`` counts the steps that were given so far."""
+
+    def __init__(self, job: Job, trainer: RoundPipe, log: StepLog) -> None:
+        self.job, self.trainer, self.log = job, trainer, log
+        config = job.config
+        self.order = job.order
+        self.optimizer = _make_optimizer(config, trainer)
+        self._options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        self.scheduler = make_scheduler(self.optimizer, config, self.order.total_steps)
+        self.splitting = Splitting(config.num_microbatch)
+        self._eval_splitting = Splitting()  # what an evaluation needs must not change training
+        self.best = Best()
+        self.done = 0
+        self.evaluated = 0  # the last step after which an evaluation was made
+        self.doing = "ending"  # what a signal finds under way
+        self._given: StepResult | None = None  # of which the scheduler does not know yet
+        self._busy = BusyMeter(lambda: trainer.timeline.spans, len(job.devices))
+        self._started = time.perf_counter()
+
+    def is_evaluation_due(self, due: Due) -> bool:
+        """Whether an evaluation after the steps done is due and was not made."""
+        return self.evaluated != self.done and due.is_evaluation_due(self.done)
+
+    def begin(self, progress: Progress) -> None:
+        """Be about to make steps, which ``progress`` shows: time counts from now on."""
+        self.log.show_on(progress)
+        self.trainer.train()
+        self._started = time.perf_counter()
+
+    def make_step(self, step: int) -> None:
+        """Give one optimizer step and log the one before it.
+
+        Returns when its loss is known. Raises what made it or the step before fail.
+        """
+        self.doing = f"finishing step {step}"
+        config = self.job.config
+        batch = self._batch(self.order.rows(step))
+        loss = self.trainer.forward_backward(
+            input_kwargs=batch, run_config=self._run_config(len(batch["input_ids"]))
+        )
+        self._tell_scheduler()
+        rate = float(self.scheduler.get_last_lr()[0])
+        result = self.trainer.step(
+            self.optimizer, is_async=config.staleness == 1, max_grad_norm=config.max_grad_norm
+        )
+        self._given, self.done = result, step
+        record = StepRecord(
+            step=step,
+            epoch=self.order.epoch(step),
+            loss=float(loss),
+            learning_rate=rate,
+            tokens=tokens_in(batch),
+            trained_tokens=count_trained_tokens(batch["labels"]),
+            seconds=time.perf_counter() - self._started,
+            busy_share=self._busy.share(),
+        )
+        self._started = time.perf_counter()
+        self.log.add(record, result)
+
+    def settle(self) -> None:
+        """Wait for the last given step, log it and move the learning rate on.
+
+        A step that failed is taken back: given again in smaller microbatches if memory was short,
+        otherwise what made it fail is raised.
+        """
+        is_lost = False
+        while True:
+            try:
+                if is_lost:
+                    self.make_step(self.done + 1)
+                self.log.settle()
+                self._tell_scheduler()
+            except (RoundPipeError, torch.OutOfMemoryError) as error:
+                self.recover(error)
+                is_lost = True
+            else:
+                return
+
+    def recover(self, error: Exception) -> None:
+        """Take back what failed, and go on with smaller microbatches if memory was short.
+
+        Raises ``error`` where something else was wrong, or microbatches cannot be smaller.
+        """
+        self._take_back()
+        if not lost_memory(error):
+            raise error
+        rows = len(self.order.rows(self.done + 1))
+        count = self._run_config(rows).num_microbatch
+        self.splitting.halve(error, rows, count=count, say=self.log.say)
+        self.trainer.plan_again()
+
+    def evaluate(self, should_stop: Callable[[], bool]) -> bool:
+        """Evaluate the newest weights after the steps done; whether they are the best so far.
+
+        An evaluation that was stopped counts as not made.
+        """
+        self.doing = f"ending the evaluation after step {self.done}"
+        self.settle()
+        self.trainer.eval()  # waits, so that the rest of this step counts as training
+        paused = time.perf_counter()
+        try:
+            found = self._evaluation(should_stop)
+        finally:
+            self.trainer.train()
+            self._busy.skip()
+            self._started += time.perf_counter() - paused
+        if not found.is_whole:
+            return False
+        self.evaluated = self.done
+        self.log.add_evaluation(
+            self.done,
+            self.order.epoch(self.done),
+            found.loss,
+            tokens=found.tokens,
+            seconds=found.seconds,
+        )
+        return self.best.add(self.done, found.loss)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The newest weights that are to be saved."""
+        if self.job.is_adapter:
+            return self.trainer.trained_state_dict()
+        return self.trainer.newest_weights()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the trainer's own state; nothing may be under way."""
+        return {
+            "global_step": self.done,
+            "evaluated": self.evaluated,
+            "best": self.best.state(),
+            "splitting": self.splitting.state(),
+            "log": self.log.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any], history: list[dict[str, Any]]) -> None:
+        """Be as when ``state`` was taken; ``history``: the log's records until then."""
+        self.done, self.evaluated = int(state["global_step"]), int(state["evaluated"])
+        self.best.restore(state["best"])
+        self.splitting.restore(state["splitting"])
+        self.log.restore(state["log"], history)
+
+    def follow_config(self) -> None:
+        """Go on with this config's learning rate and length where the checkpoint's were others."""
+        made = self.scheduler.last_epoch
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            group.update(options, initial_lr=options["lr"])
+        factor = factor_of(self.job.config, self.order.total_steps)
+        self.scheduler = LambdaLR(self.optimizer, factor, last_epoch=made - 1)
+
+    def _tell_scheduler(self) -> None:
+        """Move the rate on for the last given step; one that was skipped counts for none."""
+        if self._given is not None and not self._given.skipped:
+            self.scheduler.step()
+        self._given = None
+
+    def _take_back(self) -> None:
+        """Forget the last given step if it failed: weights are those of the step before."""
+        given = self._given
+        if given is None:
+            return
+        try:
+            self._tell_scheduler()
+        except RoundPipeError:
+            self._given = None
+            self.log.forget(self.done)
+            self.done -= 1
+
+    def _evaluation(self, should_stop: Callable[[], bool]) -> Evaluation:
+        return evaluate(
+            self.trainer,
+            self._eval_batches(),
+            run_config=self._run_config,
+            should_stop=should_stop,
+            tell=self.log.evaluating(len(self.job.dataset.eval_samples)),
+            splitting=self._eval_splitting,
+            say=self.log.say,
+        )
+
+    def _eval_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        samples, size = self.job.dataset.eval_samples, self.job.config.batch_size
+        for start in range(0, len(samples), size):
+            stop = min(start + size, len(samples))
+            rows = [[samples[i]] for i in range(start, stop)]
+            yield collate(rows, self.job.pad_token_id, packed=self.job.config.packing)
+
+    def _batch(self, rows: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        samples, config = self.job.dataset.samples, self.job.config
+        chosen = [[samples[i] for i in row] for row in rows]
+        return collate(chosen, self.job.pad_token_id, packed=config.packing)
+
+    def _run_config(self, num_rows: int) -> RoundPipeRunConfig:
+        config = self.job.config
+        count, cut = self.splitting.count(num_rows), cut_rows
+        if config.micro_batch_size is not None:
+            count = self.splitting.count_of_size(num_rows, config.micro_batch_size)
+            cut = cut_rows_evenly
+        return RoundPipeRunConfig(
+            num_microbatch=count, split_input=cut, recompute_grain=config.recompute_grain
+        )
+
+
+def wrapped(job: Job) -> RoundPipe:
+    """The job's model on its devices."""
+    config = job.config
+    return RoundPipe(
+        job.model,
+        optim_dtype=_optim_dtype(job),
+        devices=list(job.devices),
+        schedule=config.schedule,
+        device_memory_limit=config.device_memory_limit,
+        pinned_memory_limit=job.pinned_memory_limit,
+        bases=job.base.bases,
+        grad_scaler=GradScaler() if has_fp16(job) else None,
+        seed=config.seed,
+    )
+
+
+def has_fp16(job: Job) -> bool:
+    """Whether losses are scaled."""
+    return any(p.dtype == torch.float16 for p in job.model.parameters())
+
+
+def _optim_dtype(job: Job) -> torch.dtype | None:
+    """With narrow moments bf16 weights need no master: the optimizer keeps what they lack of it."""
+    dtypes = {p.dtype for p in job.model.parameters() if p.requires_grad}
+    is_own = job.config.optim_state_dtype != "fp32" and dtypes == {torch.bfloat16}
+    return torch.bfloat16 if is_own else None
+
+
+def _make_optimizer(config: TrainConfig, trainer: RoundPipe) -> AdamW:
+    """AdamW over the master weights; biases and norms (vectors) do not decay."""
+    named = list(trainer.optim_named_parameters())
+    groups = [
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        state_dtype=config.optim_state_dtype,
+    )

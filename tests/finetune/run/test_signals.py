@@ -1,0 +1,151 @@
+"""Signals as wishes: real ones, sent by this process to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roundpipe.finetune.run.signals import Stop, Stopped, listening, signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    threads = threading.active_count()
+    yield
+    assert {number: signal.getsignal(number) for number in EXIT_CODES} == before
+    assert threading.active_count() <= threads
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def noted(stop: Stop, number: int) -> None:
+    """Send a signal that is only noted, and wait until it is."""
+    send(number)
+    while stop.asked is None:
+        pass
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_before_the_first_step_a_signal_leaves_at_once(number: signal.Signals) -> None:
+    with listening(lambda _: None) as stop:
+        with pytest.raises(Stopped) as caught:
+            noted(stop, number)
+        assert caught.value.exit_code == EXIT_CODES[number]
+        assert stop.asked == number
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_while_steps_run_a_signal_is_noted_and_told_at_once(number: signal.Signals) -> None:
+    told: list[str] = []
+    heard = threading.Event()
+
+    def tell(name: str) -> None:
+        told.append(name)
+        heard.set()
+
+    with listening(lambda _: None) as stop, stop.patient(tell):
+        assert not stop.is_asked
+        noted(stop, number)
+        assert heard.wait(10)
+    assert told == [signal_name(number)]
+    with pytest.raises(Stopped):
+        stop.check()
+
+
+def left(first: int, second: int, monkeypatch: pytest.MonkeyPatch, *, apart: float) -> list[int]:
+    """With which codes a program left that got two signals ``apart`` seconds from each other."""
+    codes: list[int] = []
+    has_left, heard = threading.Event(), threading.Event()
+    now = [100.0]
+    monkeypatch.setattr("roundpipe.finetune.run.signals.time.monotonic", lambda: now[0])
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        has_left.set()
+
+    with listening(leave) as stop, stop.patient(lambda _: heard.set()):
+        noted(stop, first)
+        assert heard.wait(10)
+        now[0] += apart
+        send(second)
+        if apart > 0.1:
+            assert has_left.wait(10)
+    return codes
+
+
+def test_a_second_signal_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert left(signal.SIGINT, signal.SIGINT, monkeypatch, apart=0.2) == [130]
+    assert left(signal.SIGINT, signal.SIGTERM, monkeypatch, apart=0.2) == [143]
+
+
+def test_what_a_launcher_passes_on_is_no_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert left(signal.SIGINT, signal.SIGINT, monkeypatch, apart=0.01) == []
+    assert left(signal.SIGHUP, signal.SIGTERM, monkeypatch, apart=0.01) == []
+
+
+def test_a_main_thread_that_is_inside_a_library_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("roundpipe.finetune.run.signals._PATIENCE", 0.0)
+    monkeypatch.setattr("roundpipe.finetune.run.signals._TOGETHER", 0.001)
+    codes: list[int] = []
+    stop = Stop(codes.append)
+    stop._after_first(signal.SIGTERM)  # its handler has not run
+    assert codes == [143]
+
+
+def test_a_notebook_is_never_left_but_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("roundpipe.finetune.run.signals.time.monotonic", lambda: now[0])
+    with listening() as stop, stop.patient(lambda _: None):
+        noted(stop, signal.SIGINT)
+        now[0] += 0.2
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_what_was_ignored_at_the_start_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with listening(lambda _: None) as stop:
+            send(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert not stop.is_asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_whose_exception_was_lost_is_not_forgotten() -> None:
+    with listening(lambda _: None) as stop:
+        with contextlib.suppress(BaseException):  # as some libraries do
+            noted(stop, signal.SIGTERM)
+        with pytest.raises(Stopped), stop.patient(lambda _: None):
+            raise AssertionError("a step was made")
+
+
+def test_another_thread_listens_to_nothing() -> None:
+    found: list[bool] = []
+
+    def run() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        with listening(lambda _: None) as stop:
+            found.append(signal.getsignal(signal.SIGINT) is before and not stop.is_asked)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [True]
