@@ -38,8 +38,9 @@ FOREIGN = """## Keys of other trainers
 
 A config of LLaMA-Factory, axolotl, unsloth or TRL runs as it is. Each of its keys is in one of
 three lists: *translated* (the tables above), *not needed here*, *refused*. A value that is null,
-false or empty asks for nothing and is dropped. Only a key that is in no list is an error, which
-names the nearest key there is.
+false or empty asks for nothing and is dropped (but for a no to an adapter, `use_peft: false`, to a
+logger, or to training answers alone, `assistant_only_loss: false`). Only a key that is in no list
+is an error, which names the nearest key there is.
 
 What a config leaves out counts too: one that can only be axolotl's or TRL's and names neither a
 method nor anything of an adapter means full fine-tuning, and a line says that it was read so.

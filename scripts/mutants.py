@@ -4,7 +4,8 @@ A test suite that cannot fail proves nothing: here every wait of a step is taken
 must name a rule that is broken; and real training steps on fake devices, which believe events
 alone, must stop with a race, but for waits that only keep chunks out of an activation's way. Each
 action that fails must end its step with an error that names it, and the next step must work. What
-hands something on unseen is broken once too, and must show beside plain PyTorch.
+hands something on unseen is broken once too, and must show beside plain PyTorch; and so is what
+makes a run go on as it was, whose tests must fail.
 
 Exits with 1 if anything went unnoticed. ``--verbose`` shows each wait.
 """
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from broken_mechanisms import break_each
+from broken_runs import break_each_of_runs
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -288,14 +290,14 @@ def failing_actions(case: Case, *, verbose: bool) -> Tally:
     return tally
 
 
-# ---- part 4: what hands something on unseen
+# ---- parts 4 and 5: what hands something on unseen, and what runs hang on
 
 
-def mechanisms(*, verbose: bool) -> Tally:
-    """Break each mechanism: a small step must differ from plain PyTorch, or end with an error."""
-    tally = Tally.of("mechanisms", verbose=verbose)
-    for name, by in break_each():
-        tally.add(name, by)
+def mechanisms(broken: Iterator[tuple[str, str | None]], name: str, *, verbose: bool) -> Tally:
+    """Break each: a small step must differ from plain PyTorch or fail, or a test must."""
+    tally = Tally.of(name, verbose=verbose)
+    for mechanism, by in broken:
+        tally.add(mechanism, by)
     return tally
 
 
@@ -303,6 +305,10 @@ PARTS = (
     ("waits dropped, by the rules of check", by_check),
     ("waits hidden from streams, by training on fake devices", on_fake_devices),
     ("actions that fail, by the error", failing_actions),
+)
+MECHANISMS = (
+    ("mechanisms broken, by small steps beside plain PyTorch", "of a step", break_each),
+    ("mechanisms of runs broken, by quick tests of the suite", "of a run", break_each_of_runs),
 )
 
 
@@ -321,11 +327,12 @@ def main() -> int:
             tally.show()
             missed += len(tally.missed)
         print()
-    print("mechanisms broken, by small steps beside plain PyTorch")
-    tally = mechanisms(verbose=verbose)
-    tally.show()
-    missed += len(tally.missed)
-    print()
+    for title, name, broken in MECHANISMS:
+        print(title)
+        tally = mechanisms(broken(), name, verbose=verbose)
+        tally.show()
+        missed += len(tally.missed)
+        print()
     print(f"unnoticed: {missed}")
     return 1 if missed else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -305,6 +306,39 @@ def test_a_plan_is_made_anew_from_what_was_measured_and_the_bits_stay(plain, cap
     size = 2 * WIDTH * 4  # two samples a microbatch
     assert [layer.boundary_bytes for layer in layers] == [0, *[size] * 5]
     assert all(layer.activation_bytes == 2 * size for layer in layers[1:-1])  # input, tanh
+
+
+def bits_of(plan):
+    candidate, copies = plan.candidate, plan.candidate.replicas
+    num_fused = len(candidate.partition.fused) if copies.fused != copies.backward else None
+    return copies, candidate.rounds, candidate.deal, num_fused
+
+
+def slower(costs, factors):
+    """The costs as a machine would have measured them whose layers took so many times as long."""
+    layers = [
+        replace(layer, forward_seconds=layer.forward_seconds * factor)
+        for layer, factor in zip(costs.layers, factors, strict=True)
+    ]
+    return replace(costs, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("factors", [(9, 9, 9, 0.1, 0.1, 0.1), (0.1,) * 5 + (40,)])
+def test_what_bits_a_number_of_microbatches_that_comes_up_later_has_hangs_on_no_clock(factors):
+    with RoundPipe(chain(), devices="cpu*3", schedule="hybrid") as pipe:
+        planner = pipe.planner
+        planner.plan(3, None)  # for a pass without gradient: whatever it is
+        first = planner.plan(6, None, rows=1)
+        planner.costs = slower(planner.costs, factors)
+        later = [planner.plan(count, None, rows=1) for count in (2, 3, 5)]
+        assert {bits_of(plan) for plan in later} == {bits_of(first)}
+        assert first.candidate.num_copies > 3
+        assert list(planner.candidates) == [6, 2, 3, 5]
+        known = planner.candidates
+    with RoundPipe(chain(), devices="cpu*3", schedule="hybrid") as again:
+        again.planner.like = known
+        again.planner.costs = slower(again.planner.costs, reversed(factors))
+        assert bits_of(again.planner.plan(4, None, rows=1)) == bits_of(first)
 
 
 @pytest.mark.parametrize(("grain", "is_known"), [("stage", True), ("layer", False)])

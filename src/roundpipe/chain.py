@@ -20,7 +20,7 @@ from roundpipe.engine.microbatch import rows_of
 from roundpipe.engine.run import Continues
 from roundpipe.engine.updates import Update
 from roundpipe.plan.timeline import Timeline
-from roundpipe.planner import Kind
+from roundpipe.sim.chosen import Kind
 from roundpipe.timer import ModelTimer
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import torch
 
 from roundpipe.calling import Calling
 from roundpipe.checkpoint.find import require_replaceable
+from roundpipe.checkpoint.layer_files import require_finite
 from roundpipe.checkpoint.load import (
     open_checkpoint,
     put_back_options,
@@ -63,8 +64,7 @@ class Checkpointing(Calling):
         ``state``: plain values and tensors, nested. Nothing is pickled. The folder appears whole or
         not at all, in place of a checkpoint of that name; its ``manifest.json`` has the SHA-256 of
         every file, and ``about`` (JSON). ``beside`` is called once with the folder in the making,
-        to write more files. ``only_model``: weights alone, which nobody can go on from, written before
-        this returns.
+        to write more files. ``only_model``: weights alone (nobody goes on from them), at once.
 
         Waits until nothing is under way. Returns when all is on the disk, or with ``is_async`` at
         once: then it is written layer by layer while training goes on, without a second copy; an
@@ -84,6 +84,7 @@ class Checkpointing(Calling):
         require_settled(has_gradients=bool(self._chain.making.runs), is_mixed=self._engine.is_mixed)
         place = saved.folder.absolute()  # whatever the current folder is when it is written
         if only_model:
+            require_finite(self._layers)
             weights = self.newest_weights()
             saved.run(lambda: write_model_only(place, self.model, weights, about, beside=beside))
             return saved
@@ -101,7 +102,6 @@ class Checkpointing(Calling):
             (saved.start if is_async else saved.run)(write)
         except BaseException:
             snapshot.end()
-            self._saving = None  # who called has been told
             raise
         return saved
 
@@ -210,8 +210,8 @@ class Checkpointing(Calling):
         self._seed = progress.seed
         self._num_calls.made, self._num_passes.made = progress.calls, progress.passes
         if progress.devices == len(self._pool.devices):  # else replicas would be others anyway
-            self.planner.like = {n: Candidate.of_plain(p) for n, p in progress.plans.items()}
             self._chain.plan_again()  # other plans may have been made here, for other bits
+            self.planner.like = {n: Candidate.of_plain(p) for n, p in progress.plans.items()}
         torch.set_rng_state(opened.random)
         self._chain.go_on_from(progress.staleness)
         self._engine.last_checkpoint = str(opened.folder)

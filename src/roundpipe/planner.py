@@ -2,8 +2,10 @@
 
 A plan is chosen from sizes at first and anew from what was measured, once that has settled and when
 it has drifted. What is chosen anew gives the same bits: the number of microbatches, replicas and
-rounds stay, and so do results. A program is kept for each start device, because the deal goes on
-from step to step.
+rounds stay, and so do results. A number of microbatches that comes up later (the short batch at the
+end of an epoch) is planned with the replicas and rounds of the first: were they chosen from what
+was measured by then, results would hang on the clock. A program is kept for each start device,
+because the deal goes on from step to step.
 
 [Note: activations not known yet] Until a microbatch was weighed nobody knows what autograd keeps of
 a layer. So where a device's memory is limited every layer is a stage at first: no plan takes less.
@@ -14,7 +16,7 @@ the size that any pipeline needs. Afterwards memory decides.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roundpipe.engine.ground import ground_of
@@ -42,7 +44,7 @@ from roundpipe.plan.by_hand import (
 from roundpipe.plan.check import check
 from roundpipe.plan.generators import at_start_device, backward_only, forward_only
 from roundpipe.plan.passes import Options, lower_chain
-from roundpipe.sim.chosen import plan_of
+from roundpipe.sim.chosen import Kind, Pass, plan_of
 from roundpipe.sim.score import Scores
 from roundpipe.sim.search import Plan, Setting, choose, given, require_plan
 
@@ -71,31 +73,6 @@ _WORTH = 0.02  # what a plan must gain for a running one to be given up
 _MEMORY_SHARE = 0.6  # of the smallest device, for the weights and gradients of balanced stages
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What decides a training step's schedule, the start device apart."""
-
-    plan: Plan
-    num_microbatches: int
-    staleness: int = 0
-    accumulate: bool = False
-    eager: bool = False
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A pass forward, or backward: ``continues`` one before."""
-
-    stages: tuple[range, ...]
-    num_microbatches: int
-    saved: tuple[int, ...] = ()
-    continues: bool = False
-    to_inputs: bool = False
-    staleness: int = 0
-    accumulate: bool = False
-    recomputed: int | None = None  # the lowest layer that a pass which continues it recomputes
-
-
 class Planner:
     """See the module docstring.
 
@@ -122,7 +99,8 @@ class Planner:
             self._schedule = "round_robin"
         self._keep_order(is_needed=bool(statistics_in(spec.module)))
         self._plans: dict[tuple[int, Partition | None], Plan] = {}
-        self.like: dict[int, Candidate] = {}  # whose bits plans are to have, by microbatches
+        self.like: dict[int, Candidate] = {}  # whose bits plans are to have, see `candidates`
+        self._trained: list[int] = []  # numbers of microbatches, in the order they were planned in
         self._lowered: dict[Kind | Pass, Schedule] = {}
         self._programs: dict[tuple[Kind | Pass, int], Program] = {}
         self.restart()
@@ -134,7 +112,12 @@ class Planner:
         self.costs = declared or costs_from_sizes(self._spec, self._layers)
         self._is_weighed = declared is not None
         self._is_scaled = declared is not None or not self._ground.flops or self._ground.is_on_cpu
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         self._plans.clear()
+        self.like = {}
+        self._trained.clear()
         self._forget_programs()
 
     @property
@@ -152,8 +135,7 @@ class Planner:
     def keep_order(self) -> None:
         """A layer was found to change a buffer in forward: plan so that it sees all in order."""
         if self._keep_order(is_needed=True):
-            self._plans.clear()
-            self._forget_programs()
+            self._forget_plans()
 
     @property
     def learns(self) -> bool:
@@ -208,14 +190,19 @@ class Planner:
         """The plan for so many microbatches, chosen now or before.
 
         ``rows``: of one microbatch, by which a layer's weights are multiplied; tells how long it
-        takes a card before that was measured.
+        takes a card before that was measured. 0: for a pass without gradient.
         """
         partition = partition_of(by_hand, self.costs) if by_hand is not None else None
         key = (num_microbatches, partition)
+        is_first = bool(rows) and partition is None and num_microbatches not in self._trained
+        if is_first and self.candidates:
+            self._plans.pop(key, None)  # of a pass, whose bits do not hang on it
         if key not in self._plans:
             self._scale(rows)
             self._plans[key] = plan = self._chosen(num_microbatches, partition)
             logger.info("plan: %s", plan)
+        if is_first:
+            self._trained.append(num_microbatches)
         return self._plans[key]
 
     def _chosen(self, num_microbatches: int, partition: Partition | None) -> Plan:
@@ -224,7 +211,8 @@ class Planner:
             return given(setting, partition)
         if self._make is not None:
             return self._made(setting, self._make)
-        like = self.like.get(num_microbatches)
+        known = self.candidates
+        like = known.get(num_microbatches, next(iter(known.values()), None))
         try:
             return choose(setting, self._schedule, like=like)
         except PlanError:
@@ -235,9 +223,13 @@ class Planner:
 
     @property
     def candidates(self) -> dict[int, Candidate]:
-        """What was chosen, by number of microbatches: for ``like`` of a later process."""
-        chosen = ((count, plan) for (count, hand), plan in self._plans.items() if hand is None)
-        return {count: plan.candidate for count, plan in chosen if plan.made is None}
+        """What steps run as, by number of microbatches, the first first.
+
+        For ``like`` of a later process, which goes on with what it knows of it.
+        """
+        plans = {count: self._plans[count, None] for count in self._trained}
+        chosen = {count: plan.candidate for count, plan in plans.items() if plan.made is None}
+        return {**self.like, **chosen}
 
     def _made(self, setting: Setting, make: ScheduleMaker) -> Plan:
         made = make(self.costs, self._ground.machine, setting.microbatches)

@@ -174,6 +174,8 @@ def test_a_weight_that_is_not_finite_makes_no_checkpoint(tmp_path, training):
     saved = made.save(tmp_path / "checkpoint-1", is_async=True)
     with pytest.raises(RoundPipeError, match=r"5\.bias"):
         saved.wait()
+    with pytest.raises(RoundPipeError, match=r"5\.bias"):
+        made.save(tmp_path / "checkpoint-1", only_model=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -76,6 +76,33 @@ def test_a_whole_one_says_what_it_is(runs):
     assert newest_whole(runs) == (runs / "checkpoint-2", [])
 
 
+def test_what_was_found_whole_is_read_again_only_where_somebody_has_touched_it(runs, monkeypatch):
+    folder = runs / "checkpoint-2"
+    read, done = [], []
+
+    def counting(path, tell):
+        read.append(path.name)
+        return fingerprint(path, tell)
+
+    monkeypatch.setattr("roundpipe.checkpoint.manifest.fingerprint", counting)
+    known = check(folder, tell=done.append)
+    assert sorted(read) == sorted(known.files)
+    assert done[-1] == known.num_bytes
+    assert not check(folder, by_size=True).stamps
+    read.clear()
+    assert check(folder, known=check(folder, known=known)) == known
+    assert open_checkpoint(folder, known).manifest == known
+    assert not read
+    path = folder / "state.json"
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if it were the old one
+    with pytest.raises(ConfigError, match=r"state\.json is not what was written"):
+        check(folder, known=known)
+    assert read == ["state.json"]
+
+
 def test_every_file_that_is_cut_flipped_or_missing_is_named(runs):
     folder = runs / "checkpoint-2"
     for name in list(files_in(folder)):
@@ -119,14 +146,18 @@ def test_names_that_lead_out_of_it_are_refused(name, runs):
         check(folder)
 
 
-def test_links_and_files_that_are_not_its_own_are_refused(runs):
+def test_what_somebody_else_has_put_there_is_not_looked_at(runs):
     folder = runs / "checkpoint-2"
-    (folder / ".hidden").write_text("of a file manager")
+    for name in (".hidden", "notes.txt", "optimizer-00009.safetensors"):
+        (folder / name).write_bytes(b"")
+    os.symlink(folder / "nowhere", folder / "a link")
+    (folder / "a folder").mkdir()
     check(folder)
-    (folder / "optimizer-00009.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"not its own: optimizer-00009\.safetensors"):
-        check(folder)
-    (folder / "optimizer-00009.safetensors").unlink()
+    assert open_checkpoint(folder).state == {"step": 2}
+
+
+def test_links_in_place_of_its_files_are_refused(runs):
+    folder = runs / "checkpoint-2"
     (folder / "state.json").rename(runs / "elsewhere")
     os.symlink(runs / "elsewhere", folder / "state.json")
     with pytest.raises(ConfigError, match=r"state\.json is no regular file"):
@@ -204,6 +235,15 @@ def test_the_oldest_go_and_the_last_good_one_never(runs):
     (runs / "checkpoint-3").mkdir()
     assert drop_old(runs, 2) == []  # both kept ones are broken
     assert newest_whole(runs)[0] == runs / "checkpoint-0"
+
+
+def test_a_newer_one_that_was_left_out_does_not_drive_out_what_is_made_after_it(runs):
+    """It has the right sizes and a wrong byte: only who reads all of it sees that."""
+    path = shutil.copytree(runs / "checkpoint-2", runs / "checkpoint-4") / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert newest_whole(runs)[0] == runs / "checkpoint-2"
+    assert drop_old(runs, 1, up_to=2) == [runs / "checkpoint-1"]
+    assert [path.name for path in checkpoints_in(runs)] == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(runs):

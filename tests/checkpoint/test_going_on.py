@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as lr
 
 import roundpipe
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, RoundPipeError
 
 OPTIMIZERS = [
     "adamw",
@@ -202,6 +205,48 @@ def test_schedulers_go_on_where_they_were(make, tmp_path, training):
     assert first + rates(3, tmp_path / "checkpoint-2")[1] == rates(5)[1]
 
 
+def test_another_kind_of_scheduler_does_not_take_the_state_of_this_one(tmp_path, training):
+    training().step(1).save(tmp_path / "checkpoint-1")
+    other = training()
+    other.scheduler = lr.CosineAnnealingLR(other.optimizer, 4)
+    with pytest.raises(ConfigError, match=r"its scheduler is .*LambdaLR, not .*CosineAnnealingLR"):
+        other.load(tmp_path / "checkpoint-1")
+
+
+def test_a_disk_that_fails_while_weights_are_read_leaves_them_marked_as_mixed(
+    tmp_path, training, monkeypatch
+):
+    made = training().step(1)
+    made.save(tmp_path / "checkpoint-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "roundpipe.checkpoint.load._fill_state", lambda *_: (_ for _ in ()).throw(OSError("io"))
+        )
+        with pytest.raises(RoundPipeError, match=r"(?s)so the weights are mixed: io.*hint:"):
+            made.load(tmp_path / "checkpoint-1")
+    with pytest.raises(ConfigError, match="the weights are mixed"):
+        made.save(tmp_path / "checkpoint-2")
+    made.load(tmp_path / "checkpoint-1")
+    made.save(tmp_path / "checkpoint-2")
+
+
+def test_a_thread_that_cannot_be_started_holds_nothing_up(tmp_path, training, monkeypatch):
+    made = training().step(1)
+    with monkeypatch.context() as patch:
+
+        whole = threading.Thread.start
+
+        def start(thread):
+            if thread.name.startswith("writes "):
+                raise RuntimeError("can't start new thread")
+            whole(thread)
+
+        patch.setattr("threading.Thread.start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            made.save(tmp_path / "checkpoint-1", is_async=True)
+    made.step(1).save(tmp_path / "checkpoint-2", is_async=True).wait()
+
+
 def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(tmp_path, training, same_bits):
     made = training().step(2)
     made.save(tmp_path / "checkpoint-2")
@@ -292,6 +337,11 @@ def test_a_plan_whose_bits_are_its_own_is_kept(training, tmp_path):
     assert again.pipe.planner.like == made.pipe.planner.candidates
     again.step(1)
     assert again.pipe.plan.candidate.replicas == made.pipe.plan.candidate.replicas
+    live = hybrid("cpu*2").step(1)  # it goes back
+    live.pipe.planner._plans[4, None] = other_plan = replace(live.pipe.plan, why="another")
+    live.load(tmp_path / "checkpoint-1")
+    live.step(1)
+    assert live.pipe.plan is not other_plan
     other = hybrid("cpu*3")
     other.load(tmp_path / "checkpoint-1")
     assert other.pipe.planner.like == {}

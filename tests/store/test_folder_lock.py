@@ -23,3 +23,12 @@ def test_a_file_left_by_a_process_that_died_holds_nothing(tmp_path):
     (tmp_path / LOCK_FILE).write_text("1")
     with lock_folder(tmp_path, key="some_dir"):
         assert (tmp_path / LOCK_FILE).read_text() == str(os.getpid())
+
+
+def test_where_one_may_not_write_is_said_by_the_options_name(tmp_path):
+    (tmp_path / LOCK_FILE).mkdir()  # root may write anywhere else
+    with (
+        pytest.raises(ConfigError, match=r"(?s)some_dir: .* cannot be written to: .*hint: some_"),
+        lock_folder(tmp_path, key="some_dir"),
+    ):
+        pass

@@ -310,6 +310,10 @@ def test_what_is_not_known_here_is_refused_with_the_way_out(wrap, mlp):
         ours.forward_backward((torch.randn(4, 6),))
     with pytest.raises(ConfigError, match="close"):
         ours.generate()
+    with pytest.raises(ConfigError, match=r"one chain of layers\nhint: torch\.save"):
+        ours.save_checkpoint("checkpoint-1", None)
+    with pytest.raises(ConfigError, match=r"one chain of layers\nhint: .*load_state_dict"):
+        ours.load_checkpoint("checkpoint-1")
     ours.model.register_forward_hook(lambda *_: None)
     with pytest.raises(ModelError, match="hook"):
         ours(torch.randn(4, 6))

@@ -80,15 +80,18 @@ def require_replaceable(folder: Path) -> None:
         )
 
 
-def drop_old(parent: Path, keep: int, never: Collection[Path] = ()) -> list[Path]:
+def drop_old(
+    parent: Path, keep: int, never: Collection[Path] = (), *, up_to: int | None = None
+) -> list[Path]:
     """Delete all but the newest ``keep`` checkpoints, oldest first; returns what is gone.
 
     Those in ``never`` stay, and the newest whole one in any case, whatever is newer. To be called
-    when a new one is whole. Raises OSError.
+    when a new one is whole. ``up_to``: its step; what is there of later steps was left out when the
+    run went on, will be written again, and neither counts nor goes. Raises OSError.
     """
     assert keep >= 1, f"nothing would be left: {keep}"
     clear_leftovers(parent)
-    present = checkpoints_in(parent)
+    present = [p for p in checkpoints_in(parent) if up_to is None or _step_of(p) <= up_to]
     kept = present[-keep:]
     stays = {path.resolve() for path in (*kept, *never)}
     if not any(map(_looks_whole, kept)):
@@ -105,6 +108,10 @@ def _looks_whole(folder: Path) -> bool:
     except (ConfigError, OSError):
         return False
     return True
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def _is_own(path: Path) -> bool:

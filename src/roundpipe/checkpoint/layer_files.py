@@ -25,7 +25,7 @@ from roundpipe.models.loading.shards import read_header, read_metadata
 from roundpipe.models.loading.write_shards import write_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -165,6 +165,13 @@ def _written(
 
     written = write_shard(folder / name, tensors, parts(), metadata={_PLAIN: json.dumps(plain)})
     return name, written
+
+
+def require_finite(layers: Iterable[HostLayer]) -> None:
+    """Raise RoundPipeError for newest weights that no training can go on from."""
+    for layer in layers:
+        for name in layer.masters:
+            _require_finite(name, layer.newest(name))
 
 
 def _require_finite(name: str, master: Tensor) -> None:

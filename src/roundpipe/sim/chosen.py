@@ -1,4 +1,4 @@
-"""A plan: what was chosen for a setting, and why."""
+"""A plan: what was chosen for a setting, and why; and what is run of it."""
 
 from __future__ import annotations
 
@@ -94,3 +94,28 @@ def _longest(costs: Costs, partition: Partition) -> float:
 
     stages = [seconds(stage, backward=True) for stage in (partition.fused, *partition.backward)]
     return max([*stages, *(seconds(stage, backward=False) for stage in partition.forward)])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides a training step's schedule, the start device apart."""
+
+    plan: Plan
+    num_microbatches: int
+    staleness: int = 0
+    accumulate: bool = False
+    eager: bool = False
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass forward, or backward: ``continues`` one before."""
+
+    stages: tuple[range, ...]
+    num_microbatches: int
+    saved: tuple[int, ...] = ()
+    continues: bool = False
+    to_inputs: bool = False
+    staleness: int = 0
+    accumulate: bool = False
+    recomputed: int | None = None  # the lowest layer that a pass which continues it recomputes

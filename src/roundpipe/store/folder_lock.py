@@ -26,14 +26,15 @@ LOCK_FILE = ".lock"
 def lock_folder(folder: Path, *, key: str) -> Iterator[None]:
     """Hold ``folder`` while the block runs. Raises ConfigError at once if a live process holds it.
 
-    ``key``: the option that named the folder, for the message. Where the file system knows no locks
-    the folder is not held and the block runs.
+    Also where this user may not write there. ``key``: the option that named the folder, for the
+    message. Where the file system knows no locks the folder is not held and the block runs.
     """
     path = folder / LOCK_FILE
     descriptor = _open_locked(folder, path, key)
     try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without its message
+            os.truncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
         yield
     finally:
         path.unlink(missing_ok=True)  # while it is still locked; who waited sees that it is gone
@@ -42,7 +43,13 @@ def lock_folder(folder: Path, *, key: str) -> Iterator[None]:
 
 def _open_locked(folder: Path, path: Path, key: str) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{key}: {folder} cannot be written to: {error.strerror or error}"
+                f"\nhint: {key}=ANOTHER"
+            ) from error
         try:
             _lock(descriptor)
             if _is_same_file(descriptor, path):

@@ -169,6 +169,20 @@ class AutoRoundPipe(Stored):
             "hint: close() first, then model.generate(…) of the module itself"
         )
 
+    def save_checkpoint(self, *_: Any, **__: Any) -> Any:
+        """Raise ConfigError: checkpoints are of models that are one chain of layers."""
+        raise ConfigError(
+            "save_checkpoint needs a model that is one chain of layers\n"
+            "hint: torch.save((model.state_dict(), optimizer.state_dict()), path)"
+        )
+
+    def load_checkpoint(self, *_: Any, **__: Any) -> Any:
+        """Raise ConfigError: as `save_checkpoint`."""
+        raise ConfigError(
+            "load_checkpoint needs a model that is one chain of layers\n"
+            "hint: model.load_state_dict(…), then optimizer.load_state_dict(…)"
+        )
+
     def step(
         self,
         step_fn_or_optimizer: Any,

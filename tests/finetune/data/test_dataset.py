@@ -267,6 +267,18 @@ def test_of_a_row_that_gave_several_samples_all_are_held_out_or_none(tmp_path: P
     assert Counter(data.samples.rows().tolist()) == dict.fromkeys(range(8), 3)
 
 
+def test_evaluating_on_what_is_trained_on_is_said(tmp_path: Path, tokenizer: Any) -> None:
+    train = write(tmp_path, pairs(6))
+    held_out = write(tmp_path, [*pairs(2), {"question": "new?", "answer": "yes"}], "e.jsonl")
+    lines = load(train, tokenizer, eval_dataset=held_out).describe()
+    assert any("2 of 3 samples to evaluate on are trained on too" in line for line in lines)
+    assert not any(
+        "trained on too" in line for line in load(train, tokenizer, val_size=2).describe()
+    )
+    twice = write(tmp_path, pairs(6) + pairs(6), "twice.jsonl")
+    assert any("trained on too" in line for line in load(twice, tokenizer, val_size=3).describe())
+
+
 def test_an_evaluation_file_is_read_like_the_dataset(tmp_path: Path, tokenizer: Any) -> None:
     train, held_out = write(tmp_path, pairs(3)), write(tmp_path, pairs(2), "e.jsonl")
     data = load(train, tokenizer, eval_dataset=held_out)

@@ -249,3 +249,13 @@ def test_a_readme_leads_to_no_file_outside_of_its_folder(tmp_path: Path) -> None
         (inside / "README.md").write_text(f"---\n{head.format(folder or '.', files)}---\n")
         with pytest.raises(DataError, match=message):
             find_files(entry(inside))
+
+
+def test_one_file_has_no_splits_but_what_its_name_says(tmp_path: Path) -> None:
+    make(tmp_path, "rows.jsonl", "my-test.jsonl")
+    assert found(tmp_path / "rows.jsonl", split="train[:1]") == ["rows.jsonl"]
+    assert found(tmp_path / "my-test.jsonl", split="test") == ["my-test.jsonl"]
+    with pytest.raises(DataError, match=r"one file has no splits: .*rows.jsonl, split: test"):
+        found(tmp_path / "rows.jsonl", split="test")
+    with pytest.raises(DataError, match=r"no rows: .* has none in split train\[5:\]"):
+        found(tmp_path / "rows.jsonl", split="train[5:]")

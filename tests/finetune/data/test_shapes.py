@@ -226,6 +226,7 @@ def test_no_calls_are_no_field_and_calls_are_a_list() -> None:
     ("row", "message"),
     [
         ({"input_ids": [1, 2], "labels": [-100, -1]}, "neither a token nor -100: label -1"),
+        ({"input_ids": [1, 2], "labels": []}, "2 input_ids but 0 labels"),
         ({"input_ids": [1], "labels": [2**31]}, "neither a token nor -100"),
         ({"input_ids": [1, 2], "attention_mask": [1]}, "2 input_ids but 1 attention_mask"),
         ({"input_ids": [1.5]}, "input_ids is not a list of integers"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.data.encode import encode, has_doubled_bos, prepare
-from roundpipe.finetune.data.template import use_chat_template
+from roundpipe.finetune.data.template import use_chat_template, use_special_tokens
 from roundpipe.finetune.settings.config import make_config
 
 if TYPE_CHECKING:
@@ -339,3 +339,31 @@ def test_blanks_are_trained_also_where_the_tokenizer_trims_its_offsets(tokenizer
     assert runs(row, trimming) == ["if x:\n        y = 1\n\n    z  <|im_end|>"]
     trimming.chat_template = None
     assert runs({"prompt": "a  ", "completion": "  b  "}, trimming) == ["  b  <|im_end|>"]
+
+
+def test_a_template_may_be_given_as_text(tokenizer: Any) -> None:
+    own = tiny.make(template=None)
+    use_chat_template(own, tiny.CHATML)
+    assert own.chat_template == tiny.CHATML
+    with pytest.raises(ConfigError, match=r"\{\{ x\.__class__"):
+        use_chat_template(own, "{{ x.__class__ }}\nmore")
+
+
+def test_an_end_token_of_the_vocabulary_ends_texts() -> None:
+    own = tiny.make()
+    use_special_tokens(own, {"eos_token": "</s>", "additional_special_tokens": ("<s>",)})
+    assert own.eos_token_id == own.convert_tokens_to_ids("</s>")
+    assert len(own) == len(tiny.make())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"eos_token": "<|eot_id|>"}, "no token of .*: special_tokens: eos_token: <|eot_id|>"),
+        ({"additional_special_tokens": ["<s>", "<tool>"]}, "additional_special_tokens: <tool>"),
+        ({"bos_token": "<pad>"}, "bos_token: <pad> is not what .* has there: "),
+    ],
+)
+def test_tokens_that_a_tokenizer_has_not_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("|", r"\|")):
+        use_special_tokens(tiny.make(), given)

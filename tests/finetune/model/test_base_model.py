@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.model import base_model
 from roundpipe.finetune.model.base_model import load_base
-from roundpipe.finetune.model.from_transformers import load_model
+from roundpipe.finetune.model.from_transformers import load_model, quiet_transformers
 from roundpipe.finetune.model.source import ModelSource, locate_model
+from roundpipe.finetune.output.terminal import Terminal
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -101,3 +103,25 @@ def test_a_gguf_file_is_unpacked_and_packed_again_for_qlora(
     assert len(packed.bases) == 2
     assert packed.model.model.layers[0].mlp.up_proj.weight.isnan().all()
     assert packed.model.lm_head.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_class_without_code_for_sdpa_runs_its_own_attention(tmp_path: Path, method: str) -> None:
+    config = Gemma2Config(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    with quiet_transformers():
+        Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    stream = io.StringIO()
+    source = locate_model(str(tmp_path))
+    terminal = Terminal(stream, patience=600)
+    base = load_base(source, method, dtype=torch.float32, terminal=terminal)
+    assert base.is_packed == (method == "qlora")
+    assert base.model.config._attn_implementation == "eager"
+    assert stream.getvalue().startswith("attn_implementation: eager; ")

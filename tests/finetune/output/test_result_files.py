@@ -1,3 +1,4 @@
+import errno
 import json
 import weakref
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from roundpipe.finetune.model.adapters import add_adapter
 from roundpipe.finetune.model.from_transformers import quiet_transformers
 from roundpipe.finetune.model.source import locate_model
-from roundpipe.finetune.output.result_files import save_result
+from roundpipe.finetune.output.result_files import save_result, save_tokenizer, tokenizer_bytes
 
 # peft 0.21 asks transformers 5.24 for a name that is about to go
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -179,3 +180,28 @@ def test_tokenizer_and_template_are_those_that_were_trained_with(
     assert (loaded.eos_token, loaded.pad_token) == (tokenizer.eos_token, tokenizer.pad_token)
     assert (tmp_path / "chat_template.jinja").read_text() == tiny.TEMPLATE
     assert (tmp_path / "generation_config.json").exists()
+
+
+def test_a_full_disk_is_an_oserror_although_tokenizers_has_none(tmp_path: Path) -> None:
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("No space left on device (os error 28)")  # noqa: TRY002, as it does
+
+    class Broken:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("of another kind")  # noqa: TRY002
+
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        save_tokenizer(Full(), tmp_path)  # type: ignore[arg-type]
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(Exception, match="of another kind"):
+        save_tokenizer(Broken(), tmp_path)  # type: ignore[arg-type]
+
+
+def test_the_room_of_a_tokenizer_is_known_before_it_is_written(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    tokenizer = tiny.tiny_tokenizer()
+    save_tokenizer(tokenizer, tmp_path)
+    size = (tmp_path / "tokenizer.json").stat().st_size
+    assert tokenizer_bytes(tokenizer) == pytest.approx(size, rel=0.02)

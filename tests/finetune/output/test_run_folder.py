@@ -11,6 +11,7 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.output.earlier import RunState, dataset_digest
 from roundpipe.finetune.output.run_folder import claim
 from roundpipe.finetune.settings.config import load_config
+from roundpipe.finetune.settings.parse import RESOLVED
 
 HOLD = """
 import fcntl, os, sys
@@ -111,20 +112,27 @@ def test_overwriting_is_new_and_drops_the_old_result_only_at_the_start(config_of
     assert state_of(config_of(seed=7)) is RunState.UNFINISHED
 
 
-def test_starting_over_begins_an_empty_log_and_drops_what_is_broken(config_of: Any) -> None:
+def test_overwriting_that_stands_in_a_file_goes_on_with_an_unfinished_run(config_of: Any) -> None:
+    standing = {"overwrite_output_dir": True, "resume_from_checkpoint": "auto"}
+    with claim(config_of()) as folder:
+        folder.start(config_of())
+    assert state_of(config_of(**standing)) is RunState.UNFINISHED
+    assert state_of(config_of(overwrite_output_dir=True)) is RunState.NEW
+    assert state_of(config_of(**standing, seed=7)) is RunState.NEW
+    finish(config_of())
+    assert state_of(config_of(**standing)) is RunState.NEW
+
+
+def test_starting_over_begins_an_empty_log(config_of: Any) -> None:
     config = config_of()
     with claim(config) as folder:
         folder.start(config)
         folder.append_log({"step": 1})
-        (folder.path / "checkpoint-1").mkdir()
         (folder.path / "notes.txt").touch()
     with claim(config) as folder:
         assert folder.state is RunState.UNFINISHED
         assert folder.earlier.checkpoint is None
-        assert [line.split(":")[0] for line in folder.earlier.lines] == [
-            "starting over",
-            f"{config.output_dir}/checkpoint-1 is left out",
-        ]
+        assert [line.split(":")[0] for line in folder.earlier.lines] == ["starting over"]
         folder.start(config)
     found = sorted(path.name for path in Path(config.output_dir).iterdir())
     assert found == ["config.yaml", "notes.txt"]
@@ -217,3 +225,22 @@ def test_the_log_is_a_json_line_for_each_record(config_of: Any) -> None:
         assert json.loads(text) == {"step": 1, "loss": 0.5}  # there at once
         folder.append_log({"step": 2})
     assert len(Path(config.output_dir, "trainer_log.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_disk_that_takes_nothing_is_told_by_the_keys_name(config_of: Any) -> None:
+    config = config_of()
+    with claim(config) as folder:
+        (folder.path / "config.yaml").mkdir()
+        with pytest.raises(ConfigError, match=r"(?s)output_dir: cannot be written to: .*hint: "):
+            folder.start(config)
+
+
+def test_a_run_s_config_that_is_damaged_is_told(config_of: Any) -> None:
+    config = config_of()
+    with claim(config) as folder:
+        folder.start(config)
+        path = folder.path / "config.yaml"
+    for damaged in ("a: [", "- 1\n", ""):
+        path.write_text(RESOLVED + damaged)
+        with pytest.raises(ConfigError, match=r"is damaged: .*config\.yaml"), claim(config):
+            pass

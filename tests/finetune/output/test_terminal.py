@@ -185,7 +185,12 @@ def test_a_log_that_the_disk_does_not_take_stops_nothing(tmp_path: Path) -> None
     terminal = Terminal(io.StringIO())
     with terminal.logging_to(Path("/dev/full") if Path("/dev/full").exists() else tmp_path / "a"):
         terminal.line("shown all the same")
-    assert "shown all the same" in terminal._stream.getvalue()  # type: ignore[attr-defined]
+    with terminal.logging_to(tmp_path):  # a folder
+        terminal.line("also shown")
+    shown = terminal._stream.getvalue()  # type: ignore[attr-defined]
+    assert "shown all the same" in shown
+    assert "cannot be written: " in shown
+    assert shown.endswith("also shown\n")
 
 
 def _closed() -> io.StringIO:

@@ -8,8 +8,9 @@ from roundpipe.finetune.run.best import Best
 
 def test_the_lowest_loss_is_the_best_and_what_follows_is_counted() -> None:
     best = Best()
-    losses = [3.0, 2.0, 2.5, 2.0, 1.0, math.nan]
-    assert [best.add(step, loss) for step, loss in enumerate(losses)] == [
+    losses = [math.inf, 3.0, 2.0, 2.5, 2.0, 1.0, math.nan]
+    assert [best.add(step, loss) for step, loss in enumerate(losses, start=-1)] == [
+        False,  # a number, but none that JSON has
         True,
         True,
         False,

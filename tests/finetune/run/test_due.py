@@ -39,9 +39,7 @@ def test_evaluations_come_as_asked_and_at_the_end(
         ({"save_strategy": "best", "val_size": 2}, []),
     ],
 )
-def test_saves_come_as_asked(
-    config_of: Any, changes: dict[str, Any], expected: list[int]
-) -> None:
+def test_saves_come_as_asked(config_of: Any, changes: dict[str, Any], expected: list[int]) -> None:
     assert steps_that("is_saving_due", config_of(**changes)) == expected
 
 

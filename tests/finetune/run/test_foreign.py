@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,7 +43,7 @@ AXOLOTL: dict[str, Any] = {
     "optimizer": "adamw_8bit",
     "flash_attention": True,
     "evals_per_epoch": None,
-    "special_tokens": {"pad_token": "<pad>"},
+    "special_tokens": {"pad_token": "<pad>", "eos_token": "<|im_start|>"},
 }
 
 
@@ -68,6 +69,9 @@ def test_a_config_of_another_trainer_runs(
     result = train(config, notes, terminal=Terminal(shown))
     assert [record["step"] for record in result.history] == [1, 2]
     assert "not needed here: " in shown.getvalue() or "read as ours: " in shown.getvalue()
+    if "special_tokens" in theirs:
+        saved = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+        assert saved["eos_token"] == "<|im_start|>"
     again, notes = load_config([str(tmp_path / "out" / "config.yaml")])
     assert again == config
     assert notes == []

@@ -1,15 +1,18 @@
 import io
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from roundpipe.errors import ConfigError, DeviceError, PlanError
 from roundpipe.finetune.forecast import forecast
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.run import prepare as preparing
-from roundpipe.finetune.run.prepare import Job, prepare
+from roundpipe.finetune.run.prepare import Job, _end_at, prepare
 from roundpipe.plan.machine_text import parse_machine
 
 
@@ -99,6 +102,29 @@ def test_padding_takes_whatever_token_there_is(tiny: Any, config_of: Any) -> Non
     assert job.pad_token_id == 0
 
 
+def test_padding_and_data_take_only_tokens_that_the_model_has(
+    tiny_folder: Path, config_of: Any, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "larger")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "<|filler|>"})
+    tokenizer.add_tokens([f"<|{i}|>" for i in range(9)])
+    tokenizer.save_pretrained(folder)
+    job, _ = prepared(config_of(model_name_or_path=str(folder)))
+    assert tokenizer.pad_token_id == 259 < len(tokenizer) - 1
+    job.tokenizer.pad_token = "<|8|>"
+    assert job.pad_token_id == job.tokenizer.eos_token_id == 257
+    data = tmp_path / "new.jsonl"
+    data.write_text('{"question": "a", "answer": "b <|3|> c"}\n')
+    with pytest.raises(ConfigError, match=r"tokens that the model does not have: <\|3\|> is token"):
+        prepared(config_of(model_name_or_path=str(folder), dataset=str(data)))
+
+
+def test_the_header_says_which_part_is_trained_and_the_rank_that_counts(config_of: Any) -> None:
+    _, lines = prepared(config_of(finetuning_type="freeze", unfrozen_parameters="layers:-1"))
+    assert any(" · part of the weights (" in line for line in lines)
+
+
 def test_a_run_that_host_memory_would_not_hold_ends_before_a_weight_is_read(
     config_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,3 +158,10 @@ def test_a_share_is_of_the_host_memory_that_is_free(config_of: Any) -> None:
     assert half is not None
     assert whole is not None
     assert half / whole == pytest.approx(0.5, rel=0.2)  # others take and free memory meanwhile
+
+
+@pytest.mark.parametrize(("ends", "then"), [(None, [7]), (3, [3, 7]), ([3, 7], [3, 7])])
+def test_generation_ends_at_a_new_end_token_too(ends: Any, then: list[int]) -> None:
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends))
+    _end_at(model, 7)
+    assert model.generation_config.eos_token_id == then

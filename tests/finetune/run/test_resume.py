@@ -181,17 +181,23 @@ def found(config: TrainConfig) -> Earlier:
         return folder.earlier
 
 
-def test_without_a_whole_checkpoint_it_starts_over_and_says_so(half: Any) -> None:
+def test_checkpoints_that_are_not_whole_are_never_trained_over_unasked(half: Any) -> None:
     config = half()
     for path in Path(config.output_dir).glob("checkpoint-*"):
         (path / "manifest.json").unlink()
-    earlier = found(config)
-    assert earlier.checkpoint is None
-    assert earlier.lines[0].startswith(f"starting over: {config.output_dir} holds an unfinished ")
-    assert [line.partition(" is left out")[0][-12:] for line in earlier.lines[1:]] == [
+    with pytest.raises(ConfigError) as caught:
+        found(config)
+    text, _, hint = str(caught.value).partition("\nhint: ")
+    first, *others = text.splitlines()
+    assert first.endswith("holds an unfinished run without a checkpoint to go on from:")
+    assert [line.partition(" is left out: ")[0][-12:] for line in others] == [
         "checkpoint-4",
         "checkpoint-2",
     ]
+    assert "overwrite_output_dir=true" in hint
+    with claim(half(resume_from_checkpoint="none")) as folder:
+        folder.start(config)
+    assert checkpoints(config) == []
 
 
 def test_what_changed_is_listed_with_the_ways_out(half: Any) -> None:
@@ -250,6 +256,17 @@ def test_a_named_checkpoint_begins_another_branch(half: Any) -> None:
     spoil(Path(named, "state.json"))
     with pytest.raises(ConfigError, match=r"cannot be gone on from: .*state\.json"):
         found(config)
+
+
+def test_a_branch_from_another_folder_has_checkpoints_of_its_own(
+    half: Any, tmp_path: Path, stop_in: Any
+) -> None:
+    named = f"{half().output_dir}/checkpoint-4"
+    config = half(output_dir=str(tmp_path / "branch"), resume_from_checkpoint=named)
+    stop_in(4, what="begin")  # before its first step
+    lines = stopped(config)
+    assert lines[-1].startswith(f"saved {config.output_dir}/checkpoint-4 · ")
+    assert checkpoints(config) == ["checkpoint-4"]
 
 
 def test_none_starts_over_as_asked(half: Any) -> None:

@@ -17,6 +17,7 @@ from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.run import prepare, result, room, steps
 from roundpipe.finetune.run.evaluate import Evaluation
 from roundpipe.finetune.run.loop import train
+from roundpipe.finetune.run.saving import Saver
 from roundpipe.finetune.run.training import Training
 
 if TYPE_CHECKING:
@@ -118,6 +119,52 @@ def test_the_oldest_go_but_never_the_best_which_is_the_result(
     assert (state["best_metric"], state["best_global_step"], state["global_step"]) == (1.0, 2, 5)
 
 
+def test_the_best_stays_until_a_better_one_is_on_the_disk(
+    config_of: Any, eval_losses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint between the two may be done only when the better evaluation is known."""
+    eval_losses([2.0, 1.0, 3.0, 0.5])
+    config = config_of(
+        max_steps=4,
+        save_steps=1,
+        save_total_limit=1,
+        val_size=2,
+        eval_steps=1,
+        load_best_model_at_end=True,
+    )
+    no_space_for("checkpoint-4", monkeypatch)
+    monkeypatch.setattr(Saver, "_collect", collect_when_asked(Saver._collect))
+    run(config)
+    assert checkpoints(config) == ["checkpoint-2", "checkpoint-3"]
+
+
+def collect_when_asked(collect: Any) -> Any:
+    """Take note of a save only where it is waited for, as of one that takes long."""
+
+    def late(self: Saver, *, wait: bool = False) -> None:
+        if wait:
+            collect(self, wait=True)
+
+    return late
+
+
+def test_the_best_may_lie_beside_the_checkpoint_that_was_named(
+    config_of: Any, eval_losses: Any, tmp_path: Path
+) -> None:
+    best = {"save_steps": 1, "val_size": 2, "eval_steps": 1, "load_best_model_at_end": True}
+    eval_losses([1.0, 2.0, 3.0, 4.0, 5.0])
+    run(config_of(**best))
+    named = f"{config_of().output_dir}/checkpoint-2"
+    other = config_of(
+        **best, max_steps=4, resume_from_checkpoint=named, output_dir=str(tmp_path / "other")
+    )
+    run(other)
+    assert "the result is the best: step 1, evaluation loss 1" in lines
+    name = "adapter_model.safetensors"
+    final = Path(other.output_dir, name).read_bytes()
+    assert final == Path(named).with_name("checkpoint-1").joinpath(name).read_bytes()
+
+
 def test_it_stops_early_where_nothing_gets_better(config_of: Any, eval_losses: Any) -> None:
     eval_losses([2.0, 3.0, 4.0])
     config = config_of(
@@ -192,6 +239,50 @@ def test_a_result_that_cannot_be_saved_is_an_error_and_nothing_is_lost(
     assert Path(out, "adapter_model.safetensors").exists()
 
 
+def test_a_library_that_refuses_to_write_beside_a_checkpoint_does_not_end_the_run(
+    config_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: Any) -> None:
+        raise ValueError("a strange tokenizer")
+
+    monkeypatch.setattr("roundpipe.finetune.run.saving._write_beside", refusing)
+    run(config_of(save_steps=1))
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    assert len(warnings) == 3
+    assert "checkpoint-1 could not be saved: a strange tokenizer (there is none yet" in warnings[0]
+    assert Path(config_of().output_dir, "adapter_model.safetensors").exists()
+
+
+def test_the_best_weights_are_never_saved_as_those_of_the_last_step(
+    config_of: Any, eval_losses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(result, "save_result", full)
+    eval_losses([1.0, 2.0, 3.0])
+    config = config_of(val_size=2, eval_steps=1, load_best_model_at_end=True, save_strategy="best")
+    with pytest.raises(RoundPipeError, match="the result could not be saved"):
+        run(config)
+    assert lines[-1] == f"saved {config.output_dir}/checkpoint-1 · the same command goes on"
+    assert checkpoints(config) == ["checkpoint-1"]
+
+
+def test_weights_that_are_mixed_never_become_the_result(
+    config_of: Any, eval_losses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half_read(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("roundpipe.checkpointing.put_back_weights", half_read)
+    eval_losses([1.0, 2.0, 3.0])
+    config = config_of(val_size=2, eval_steps=1, load_best_model_at_end=True, save_steps=1)
+    with pytest.raises(RoundPipeError, match="so the weights are mixed"):
+        run(config)
+    assert not Path(config.output_dir, "adapter_model.safetensors").exists()
+    assert "a checkpoint could not be saved" not in lines[-1]
+
+
 def test_a_step_that_fails_leaves_a_checkpoint_of_the_one_before(
     config_of: Any, tmp_path: Path
 ) -> None:
@@ -245,5 +336,6 @@ def test_the_room_is_what_checkpoints_take(config_of: Any) -> None:
         )
         run(config)
     folder = Path(config.output_dir, "checkpoint-1")
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    files = [*folder.glob("*.safetensors"), folder / "tokenizer.json"]
+    size = sum(path.stat().st_size for path in files)
     assert found[0].checkpoint == pytest.approx(size, rel=0.15)  # headers of tiny files

@@ -38,6 +38,15 @@ def from_file(**file: Any) -> TrainConfig:
         ({"save_strategy": "epoch", "save_steps": 500}, {"save_steps": None}),
         ({"eval_steps": 5, "eval_strategy": "epoch", "val_size": 9}, {"eval_steps": None}),
         ({"val_set_size": 0, "eval_steps": 50}, {"eval_strategy": "no", "eval_steps": None}),
+        ({"evals_per_epoch": 4, "max_steps": 20, "val_size": 9}, {"eval_steps": 1 / 12}),
+        (
+            {"evals_per_epoch": 2, "eval_strategy": "steps", "val_size": 9},
+            {"eval_steps": 1 / 6, "eval_strategy": "steps"},
+        ),
+        (
+            {"saves_per_epoch": 1, "save_strategy": "steps"},
+            {"save_strategy": "epoch", "save_steps": None},
+        ),
         ({"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0.1}),
         ({"warmup_ratio": 0.0, "warmup_steps": 7}, {"warmup_steps": 7}),
         ({"lr": 1e-4, "lr_scheduler_kwargs": {"min_lr": 1e-5}}, {"min_lr_ratio": 0.1}),
@@ -104,7 +113,6 @@ def test_habits_become_fields(keys: dict[str, Any], fields: dict[str, Any]) -> N
         ({"warmup_ratio": 0.1, "warmup_steps": 7}, "warmup_steps is given twice: warmup_steps: 7"),
         ({"saves_per_epoch": -1}, "not a number: saves_per_epoch: -1"),
         ({"tokenizer_config": "other"}, "not supported: tokenizer_config: other"),
-        ({"chat_template_jinja": "{{ x }}"}, "not supported: chat_template_jinja as text"),
         ({"bias": "all", "peft": {"bias": "none"}}, "bias is given twice"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "not supported: dataset_kwargs"),
         ({"model_init_kwargs": {"xyzzy": 1}}, "unknown key: xyzzy"),
@@ -137,6 +145,9 @@ def test_a_file_that_names_no_method_means_what_it_means_where_it_comes_from() -
     trl = {"model_name_or_path": "m", "dataset_name": "a/b", "dataset": None}
     assert from_file(**trl).finetuning_type == "full"
     assert from_file(**trl, use_peft=True).finetuning_type == "lora"
+    mixture = {"model_name_or_path": "m", "dataset": None, "datasets": [{"path": "a/b"}]}
+    assert from_file(**mixture, test_split_size=0.1).finetuning_type == "full"
+    assert from_file(model_name_or_path="m", use_peft=False).finetuning_type == "full"
     assert from_file(model_name_or_path="m", template="qwen").finetuning_type == "lora"
     assert made(base_model=None, lr=1e-4).finetuning_type == "lora"
     reading = read_layers({"dataset": "d", **axolotl}, {"method": "lora"}, lambda devices: 1)
@@ -184,7 +195,7 @@ def test_all_loggers_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatc
             "save_total_limit": st.none() | st.integers(1, 9),
             "warmup_steps": st.floats(0, 0.99) | st.integers(0, 100),
             "report_to": st.lists(st.sampled_from(["wandb", "mlflow"]), unique=True),
-            "run_name": st.text(min_size=1, max_size=8),
+            "run_name": st.text(min_size=1, max_size=8).filter(str.strip),
             "sample_prompts": st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=2),
             "target_modules": st.just("all-linear")
             | st.lists(st.text("ab_", min_size=1), min_size=1),
@@ -196,7 +207,13 @@ def test_all_loggers_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatc
             "seed": st.integers(0, 2**63 - 1),
             "dataset": st.lists(
                 st.fixed_dictionaries(
-                    {"path": st.text(min_size=1, max_size=8)},
+                    {
+                        "path": st.text(
+                            st.characters(codec="utf-8", exclude_characters=","),
+                            min_size=1,
+                            max_size=8,
+                        )
+                    },
                     optional={
                         "weight": st.floats(0.1, 3),
                         "split": st.sampled_from(["train", "test[:5]"]),

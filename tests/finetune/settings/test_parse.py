@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.settings.parse import parse_argv, parse_value, read_file
+from roundpipe.finetune.settings.parse import RESOLVED, parse_argv, parse_value, read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,3 +183,71 @@ def test_a_few_aliases_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "few.yaml"
     file.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]\n")
     assert read_file(str(file)) == {"a": {"x": 1}, "b": {"x": 1, "y": 2}, "c": [{"x": 1}, {"x": 1}]}
+
+
+def test_a_json_file_may_be_indented_by_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{\n\t"model": "m",\n\t"lr":\t5e-5,\n\t"seed": null\n}')
+    assert read_file(str(path)) == {"model": "m", "lr": 5e-5, "seed": None}
+    path.write_text('{"seed": 1, "seed": 2}')
+    with pytest.raises(ConfigError, match="key given twice: seed"):
+        read_file(str(path))
+    path.write_text('{"seed": 1,, }')
+    with pytest.raises(ConfigError, match=r"broken YAML: .*\nhint: line 1, column"):
+        read_file(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${HOME}/out", "/mnt/me/out"),
+        ("$HOME/out", "/mnt/me/out"),
+        ("${oc.env:HOME}/out", "/mnt/me/out"),
+        ("${MISSING:-7}", 7),
+        ("${oc.env:MISSING,x}", "x"),
+        (r"lm_head(\.|$)", r"lm_head(\.|$)"),
+    ],
+)
+def test_values_may_name_variables_of_the_environment(
+    text: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"a: '{text}'\nb: [{{c: '{text}'}}]\nsample_prompts: '{text}'\n")
+    expected = {"a": value, "b": [{"c": value}], "sample_prompts": text}
+    assert read_file(str(path), {"HOME": "/mnt/me"}) == expected
+
+
+def test_a_variable_that_is_not_set_is_no_folder_of_that_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("output_dir: ${RUNS}/1\n")
+    with pytest.raises(ConfigError, match=r"output_dir: \$\{RUNS\}/1\nhint: export RUNS=…"):
+        read_file(str(path), {})
+
+
+def test_a_config_that_a_run_has_written_names_no_variables(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{RESOLVED}output_dir: a $NAME of ${{RUNS}}\n")
+    assert read_file(str(path), {}) == {"output_dir": "a $NAME of ${RUNS}"}
+
+
+def test_what_anchors_name_may_stand_under_a_key_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("x-common: &c {seed: 1, lr: 2}\n_more: [1]\n<<: *c\nlr: 3\n")
+    assert read_file(str(path)) == {"seed": 1, "lr": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "values"),
+    [
+        ("--no-packing --lr 1", None, {"packing": False, "lr": 1}),
+        ("--no_packing=true", None, {"no_packing": True}),
+        ("--report_to a b --seed 1", None, {"report_to": ["a", "b"], "seed": 1}),
+        ("--target_modules q v my.yaml", "my.yaml", {"target_modules": ["q", "v"]}),
+        ("--report_to wandb seed=1", None, {"report_to": "wandb", "seed": 1}),
+        ("config=my.yaml seed=1", "my.yaml", {"seed": 1}),
+    ],
+)
+def test_command_lines_of_other_trainers(
+    words: str, file: str | None, values: dict[str, Any]
+) -> None:
+    assert parse_argv(words.split(), known={"packing", "seed", "lr"}) == (file, values)

@@ -1,7 +1,7 @@
 """Tokens that are kept: the second start of a run tokenises nothing.
 
     FOLDER/
-      <key>/            input_ids.bin labels.bin starts.bin num_trained.bin rows.bin  (`tokens.py`)
+      <key>/            input_ids.bin labels.bin starts.bin … (`tokens.py`)
                         rejected.jsonl    rows that were skipped
                         about.json        sizes, SHA-256, the account of the rows
       .making-…/        an entry that a live process writes; renamed when it is whole

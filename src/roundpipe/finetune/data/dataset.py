@@ -23,7 +23,7 @@ from roundpipe.finetune.data.entry_samples import EntrySamples, Tokenizing, samp
 from roundpipe.finetune.data.marked import marked_sample
 from roundpipe.finetune.data.rows import read_rows
 from roundpipe.finetune.data.samples import Sample, Samples
-from roundpipe.finetune.data.template import use_chat_template
+from roundpipe.finetune.data.template import use_chat_template, use_special_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,6 +109,7 @@ def load_dataset(
     Raises DataError for a file or line that cannot be used and where too few rows would teach
     anything, ConfigError for a template that cannot be trained with.
     """
+    use_special_tokens(tokenizer, config.special_tokens)
     use_chat_template(tokenizer, config.chat_template)
     account = Account()
     cache = _open_cache(config, environment, account)
@@ -125,6 +126,7 @@ def load_dataset(
         train, chosen = _split(samples.rows(), config)
         samples, held_out = samples.take(train), samples.take(chosen)
     parts = _parts(entries, train)
+    _note_shared(account, samples, held_out)
     _add_notes(account, [*entries, *others], how)
     return Dataset(
         samples,
@@ -192,6 +194,16 @@ def _parts(
     return tuple((start, stop, entry.entry.weight) for start, stop, entry in bounds)
 
 
+def _note_shared(account: Account, samples: Samples, held_out: Samples) -> None:
+    """Say how much of the evaluation tells nothing, since it is trained on as well."""
+    count = int(np.isin(held_out.marks(), samples.marks()).sum())
+    if count:
+        account.notes.append(
+            f"warning: {count:,} of {len(held_out):,} samples to evaluate on are trained on too, "
+            "token by token: eval_loss is lower than it would be"
+        )
+
+
 def _add_notes(account: Account, entries: Sequence[EntrySamples], how: Tokenizing) -> None:
     for entry in entries:
         found = entry.account
@@ -245,9 +257,10 @@ def _split(
     size = config.val_size or 0
     wanted = max(1, round(size * count)) if size < 1 else int(size)
     if wanted >= count:
+        way_out = "val_size=0.1" if count > 1 and size >= 1 else "leave val_size out"
         raise DataError(
             f"val_size: {size:g} leaves nothing to train on: there are {count:,} samples"
-            "\nhint: val_size=0.1"
+            f"\nhint: {way_out}, or eval_dataset=FILE"
         )
     seed = config.seed if config.data_seed is None else config.data_seed
     drawn = random.Random(f"{seed}/held out").sample(range(count), wanted)

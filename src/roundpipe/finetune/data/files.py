@@ -123,6 +123,7 @@ def find_files(entry: DatasetEntry) -> list[DataFile]:
     if path.is_dir():
         return _of_folder(entry, path)
     if path.exists():
+        _require_whole(entry, path)
         return [_data_file(path, entry.path)]
     if any(mark in entry.path for mark in "*?["):
         return _matching(Path(path.anchor), [str(path.relative_to(path.anchor))], entry.path, "")
@@ -131,6 +132,19 @@ def find_files(entry: DatasetEntry) -> list[DataFile]:
             f"not a file of this machine: {entry.path}\nhint: download it; dataset=FILE"
         )
     raise DataError(f"no such dataset file: {entry.path}\nhint: {near_file(path)}")
+
+
+def _require_whole(entry: DatasetEntry, file: Path) -> None:
+    """Raise DataError for a split of one file, which is the whole of it whatever its split's name.
+
+    Two entries that name two splits of the same file would train on what they evaluate on.
+    """
+    for name in split_of(entry).names:
+        if name not in ("train", _split_in(Path(file.name), name)):
+            raise DataError(
+                f"one file has no splits: {entry.path}, split: {name}"
+                "\nhint: leave split out, or take some of the rows: split: 'train[:1000]'"
+            )
 
 
 def _of_folder(entry: DatasetEntry, folder: Path) -> list[DataFile]:

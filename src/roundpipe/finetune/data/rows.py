@@ -134,6 +134,11 @@ def read_rows(
         count += 1
         yield row
     if count == 0:
+        if entry.split is not None and "[" in entry.split:
+            raise DataError(
+                f"no rows: {entry.path} has none in split {entry.split}"
+                "\nhint: leave split out, or take rows that are there: split: 'train[:1000]'"
+            )
         raise DataError(f"no rows: {entry.path} is empty\nhint: one JSON object a line")
 
 

@@ -1,6 +1,6 @@
 """Samples that lie on disk: a list that is as long as it likes and takes no memory.
 
-A part of a dataset is five flat files (`tokens.py` writes them); a ``Samples`` joins such parts, or
+A part of a dataset is six flat files (`tokens.py` writes them); a ``Samples`` joins such parts, or
 some samples of each, into one sequence. Reading sample i copies its few kilobytes out of a memory
 map; the pages behind it belong to the system, which gives them up when memory is short.
 """
@@ -27,6 +27,7 @@ ARRAYS = {
     "starts": "<i8",
     "num_trained": "<i4",
     "rows": "<i8",
+    "marks": "<i8",
 }
 IGNORED = -100  # the label of a token that is not trained, as torch's cross entropy has it
 
@@ -63,6 +64,13 @@ class Sample:
         """How many tokens count in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED))
 
+    @property
+    def mark(self) -> int:
+        """A number of 64 bits by which samples of the same tokens and labels know each other."""
+        digest = hashlib.blake2b(self.input_ids.tobytes(), digest_size=8)
+        digest.update(self.labels.tobytes())
+        return int.from_bytes(digest.digest(), "little", signed=True)
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -70,7 +78,8 @@ class Part:
 
     ``input_ids``, ``labels``: int32 [tokens]; ``starts``: int64 [samples + 1]; ``num_trained``:
     int32 [samples]; ``rows``: int64 [samples], rising, which row of the data a sample was made of
-    (some rows give several); ``digest``: SHA-256 over lengths, tokens and labels.
+    (some rows give several); ``marks``: int64 [samples], their ``mark``; ``digest``: SHA-256 over
+    lengths, tokens and labels.
     """
 
     input_ids: NDArray[np.int32]
@@ -78,6 +87,7 @@ class Part:
     starts: NDArray[np.int64]
     num_trained: NDArray[np.int32]
     rows: NDArray[np.int64]
+    marks: NDArray[np.int64]
     digest: str
 
     def __len__(self) -> int:
@@ -173,6 +183,11 @@ class Samples(Sequence[Sample]):
         each = [piece.of_each(piece.part.num_trained) for piece in self._pieces]
         return np.concatenate(each) if each else np.zeros(0, np.int32)
 
+    def marks(self) -> NDArray[np.int64]:
+        """The mark of each sample."""
+        each = [piece.of_each(piece.part.marks) for piece in self._pieces]
+        return np.concatenate(each) if each else np.zeros(0, np.int64)
+
     def rows(self) -> NDArray[np.int64]:
         """A number for the row of the data that each sample was made of, rising, from 0."""
         found: list[NDArray[np.int64]] = []
@@ -210,8 +225,13 @@ def part_of(samples: Iterable[Sample]) -> Part:
         for name, values in arrays.items()
     }
     num_trained = np.array([sample.num_trained for sample in found], np.int32)
-    rows = np.arange(len(found), dtype=np.int64)
-    return Part(**arrays, num_trained=num_trained, rows=rows, digest=digest_of(hashes))
+    return Part(
+        **arrays,
+        num_trained=num_trained,
+        rows=np.arange(len(found), dtype=np.int64),
+        marks=np.array([sample.mark for sample in found], np.int64),
+        digest=digest_of(hashes),
+    )
 
 
 def digest_of(hashes: Mapping[str, str]) -> str:

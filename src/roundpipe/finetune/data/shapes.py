@@ -263,23 +263,26 @@ def _message_pair(row: Mapping[str, Any]) -> Conversation:
 def _tokens(row: Mapping[str, Any]) -> Tokens:
     ids = json_in(row, "input_ids")
     labels, mask = (json_in(row, name) for name in ("labels", "attention_mask"))
-    labels, mask = ids if labels is None else labels, [] if mask is None else mask
-    for name, values in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
+    given = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    for name, values in given.items():
+        if values is None and name != "input_ids":
+            continue
         if not isinstance(values, list) or not all(type(value) is int for value in values):
             raise DataError(f"{name} is not a list of integers\nhint: on_bad_line=skip")
-        if values and len(values) != len(ids):
+        if len(values) != len(ids):
             raise DataError(
                 f"{len(ids)} input_ids but {len(values)} {name}\nhint: on_bad_line=skip"
             )
+    labels = ids if labels is None else labels
     wrong = next(
         (label for label in labels if not (label == IGNORED or 0 <= label < 1 << 31)), None
     )
     if wrong is not None:
         raise DataError(f"neither a token nor {IGNORED}: label {wrong}\nhint: on_bad_line=skip")
-    if not mask:
-        return Tokens(ids, labels or ids)
+    if mask is None:
+        return Tokens(ids, labels)
     kept = [i for i, real in enumerate(mask) if real]
-    return Tokens([ids[i] for i in kept], [(labels or ids)[i] for i in kept])
+    return Tokens([ids[i] for i in kept], [labels[i] for i in kept])
 
 
 def _two_columns(row: Mapping[str, Any], asked: str, answered: str) -> Conversation:

@@ -19,6 +19,8 @@ from jinja2.exceptions import SecurityError
 from roundpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from roundpipe.finetune.data.conversation import Conversation
 
 CHATML = (
@@ -49,11 +51,50 @@ def use_chat_template(tokenizer: Any, choice: str) -> None:
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template]:
         if text:
-            _refuse_hostile(text, name_of(tokenizer) if choice in ("auto", "chatml") else choice)
+            is_own = choice in ("auto", "chatml")
+            _refuse_hostile(text, name_of(tokenizer) if is_own else _first_line(choice))
+
+
+def use_special_tokens(tokenizer: Any, given: Mapping[str, str | Sequence[str]] | None) -> None:
+    """Check that the tokenizer has these tokens, and end texts with ``eos_token`` if it is given.
+
+    Nothing is added to a vocabulary. Raises ConfigError for a token that is not in it, and for
+    another token in a part that the tokenizer's own rules go by.
+    """
+    for part, named in (given or {}).items():
+        for token in [named] if isinstance(named, str) else named:
+            if tokenizer.encode(token, add_special_tokens=False) != [_id_of(token, tokenizer)]:
+                raise ConfigError(
+                    f"no token of {name_of(tokenizer)}: special_tokens: {part}: {token}"
+                    "\nhint: special_tokens=none, or a model whose tokenizer has it; no token is "
+                    "added to a vocabulary"
+                )
+        own = getattr(tokenizer, part, None)
+        if part == "additional_special_tokens" or own == named:
+            continue
+        if part != "eos_token":
+            raise ConfigError(
+                f"special_tokens: {part}: {named} is not what {name_of(tokenizer)} has there: {own}"
+                "\nhint: special_tokens=none, or eos_token alone"
+            )
+        tokenizer.eos_token = named
+
+
+def _id_of(token: str, tokenizer: Any) -> int | None:
+    found: int | None = tokenizer.get_vocab().get(token)
+    return found
+
+
+def _first_line(choice: str) -> str:
+    """A choice for messages: it may be a whole template."""
+    return choice.strip().partition("\n")[0][:60]
 
 
 def _set_template(tokenizer: Any, choice: str) -> None:
     if choice == "auto":
+        return
+    if "{%" in choice or "{{" in choice:
+        tokenizer.chat_template = choice
         return
     if choice == "chatml":
         tokenizer.chat_template = CHATML

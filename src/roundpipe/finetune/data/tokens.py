@@ -2,7 +2,7 @@
 
     input_ids    int32 [tokens]        labels       int32 [tokens]
     starts       int64 [samples + 1]   num_trained  int32 [samples]
-    rows         int64 [samples]                                        little-endian
+    rows         int64 [samples]       marks        int64 [samples]      little-endian
 
 Files that nobody keeps have no name: they vanish with the process, however it ends.
 """
@@ -69,6 +69,7 @@ class TokenWriter:
         self._write("starts", starts)
         self._write("num_trained", np.array([s.num_trained for s in samples], np.int32))
         self._write("rows", np.array(rows, np.int64))
+        self._write("marks", np.array([sample.mark for sample in samples], np.int64))
         self._tokens = int(starts[-1])
 
     def finish(self) -> dict[str, str]:
@@ -101,6 +102,7 @@ def _part(arrays: Mapping[str, NDArray[Any]], hashes: Mapping[str, str]) -> Part
         starts=arrays["starts"],
         num_trained=arrays["num_trained"],
         rows=arrays["rows"],
+        marks=arrays["marks"],
         digest=digest_of(hashes),
     )
 

@@ -5,7 +5,7 @@ Model and data may be missing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from roundpipe.finetune.settings.account import Became
     from roundpipe.finetune.settings.config import TrainConfig
-    from roundpipe.models.estimate.method import MethodName
 
 _PLACEHOLDER = "-"  # for a model or a dataset that is not given
 
@@ -46,10 +45,6 @@ class Wish:
         """As it was given."""
         return self.config.model_name_or_path
 
-    def with_config(self, **changes: Any) -> Wish:
-        """The same with other fields of the config."""
-        return replace(self, config=self.config.model_copy(update=changes))
-
     @property
     def fp16_accumulation(self) -> bool:
         """Whether products of fp16 are summed in fp16."""
@@ -67,10 +62,6 @@ class Wish:
     def schedule(self) -> str:
         """What the schedule may be."""
         return self.config.schedule
-
-    def with_method(self, name: MethodName) -> Wish:
-        """The same trained by another method."""
-        return replace(self, method=method_of(name, self.config))
 
 
 def read_wish(

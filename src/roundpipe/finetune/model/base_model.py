@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_SDPA = "does not support an attention implementation through torch"  # transformers' words
+
 
 @dataclass
 class BaseModel:
@@ -59,9 +61,27 @@ def load_base(
     """Load the base model onto the host in ``dtype`` for a ``finetuning_type``.
 
     ``qlora`` packs the matrices of its blocks. Reads or downloads files, and shows on ``terminal``
-    how far it is. Raises ConfigError for what `load_model` refuses, for weights in 4 bits that are
-    to be trained in full, and where ``qlora`` cannot pack.
+    how far it is. An architecture without code for ``sdpa`` (Gemma 2) runs its own, which is said.
+    Raises ConfigError for what `load_model` refuses, for weights in 4 bits that are to be trained
+    in full, and where ``qlora`` cannot pack.
     """
+    try:
+        return _load_base(source, method, dtype, attn_implementation, terminal)
+    except ConfigError as error:  # raised before any weight is read
+        if attn_implementation != "sdpa" or _NO_SDPA not in str(error):
+            raise
+    if terminal is not None:
+        terminal.line("attn_implementation: eager; the model's class has no code for sdpa")
+    return _load_base(source, method, dtype, "eager", terminal)
+
+
+def _load_base(
+    source: ModelSource,
+    method: str,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    terminal: Shows | None,
+) -> BaseModel:
     if source.gguf_file is not None:
         with _waiting(terminal, f"unpacking {source.name} from GGUF"):
             return _unpacked(source, method, dtype, attn_implementation)

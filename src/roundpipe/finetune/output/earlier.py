@@ -5,7 +5,8 @@ state           how it is recognised                            what the command
 ==============  ==============================================  =================================
 new             no ``config.yaml`` of ours                      trains
 unfinished      ``config.yaml``, a whole checkpoint             goes on, and says so
-unfinished      ``config.yaml``, none                           starts over, and says so
+unfinished      ``config.yaml``, no checkpoint                  starts over, and says so
+unfinished      ``config.yaml``, none that is whole             refuses: weights would be lost
 finished        ``trainer_state.json``, which is written last   says so and ends well
 ==============  ==============================================  =================================
 
@@ -13,32 +14,40 @@ A folder with another config, or with files that are not of a run, is refused, u
 ``overwrite_output_dir`` is set. Where and how a run works may differ (`FREE_KEYS`). Places (a path
 of data or model) may differ while a run goes on: content is compared when it is at hand, see
 `roundpipe.finetune.run.content`. ``resume_from_checkpoint=auto``, said by the user, allows every
-difference; a folder named there is where the run goes on.
+difference; a folder named there is where the run goes on. Both said: an unfinished run of the same
+config goes on, any other is replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic_core import PydanticUndefined
 
+from roundpipe.checkpoint.find import check, checkpoints_in, manifest_of
 from roundpipe.durable import clear_leftovers
 from roundpipe.errors import ConfigError, RoundPipeError
 from roundpipe.finetune.settings.config import TrainConfig, dump_config
+from roundpipe.finetune.settings.parse import RESOLVED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from roundpipe.checkpoint.manifest import Manifest
+
+    Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 CONFIG_FILE = "config.yaml"
 STATE_FILE = "trainer_state.json"
 LOG_FILE = "trainer_log.jsonl"
-MARK = "# The resolved config of a run of roundpipe train; it loads again as a config.\n"
 RESULTS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -77,7 +86,8 @@ class RunState(enum.Enum):
 class Earlier:
     """What the folder holds, and what follows from it.
 
-    ``checkpoint``: where the run goes on; None: at its beginning. ``step``: the checkpoint's.
+    ``checkpoint``: where the run goes on; None: at its beginning. ``step``: the checkpoint's;
+    ``manifest``: what it was found to be when all of it was read.
     ``is_other``: the user lets it go on even if something differs. ``lines``: to be shown first.
     """
 
@@ -86,13 +96,22 @@ class Earlier:
     step: int = 0
     is_other: bool = False
     lines: tuple[str, ...] = ()
+    manifest: Manifest | None = field(default=None, compare=False, repr=False)
 
 
-def judge(config: TrainConfig, path: Path) -> Earlier:
+@contextlib.contextmanager
+def uncounted(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Nobody wants to know how far it is."""
+    yield lambda _: None
+
+
+def judge(config: TrainConfig, path: Path, counting: Counting = uncounted) -> Earlier:
     """Say what ``path``, the output folder of ``config``, holds. Reads the newest checkpoint whole.
 
+    ``counting``: as `Terminal.counting`; that takes minutes where a checkpoint is large.
     Raises ConfigError for another config (each difference is listed), for files of others that a
-    run would replace, and for a named checkpoint that cannot be gone on from.
+    run would replace, where no checkpoint is whole, and for a named one that cannot be gone on
+    from.
     """
     is_said = "resume_from_checkpoint" in config.model_fields_set
     wish = config.resume_from_checkpoint if is_said else None
@@ -100,18 +119,27 @@ def judge(config: TrainConfig, path: Path) -> Earlier:
     if old is None:
         _refuse_foreign_files(config, path)
     if wish not in (None, "auto", "none"):
-        return _named(config, str(wish), None if config.overwrite_output_dir else old)
-    if old is None or config.overwrite_output_dir:
+        began = None if config.overwrite_output_dir else old
+        return _named(config, str(wish), began, counting)
+    if old is None or (config.overwrite_output_dir and wish != "auto"):
         return Earlier(RunState.NEW)
     state = _read_state(path)
     changes = _changes(config, old, state)
+    if config.overwrite_output_dir:
+        is_replaced = changes or state is not None
+        return Earlier(RunState.NEW) if is_replaced else _newest(config, path, counting)
     if changes and wish != "auto":
         raise _another(config, changes)
     if state is not None and not changes:
         return Earlier(RunState.FINISHED)
     if wish == "none":
         return Earlier(RunState.UNFINISHED, lines=("starting over, as asked",))
-    return _going_on(config, path, changes, is_said=is_said, is_finished=state is not None)
+    found = _newest(config, path, counting)
+    if found.checkpoint is None and state is not None:
+        raise _nowhere_to_go_on(config, "a finished run", found.lines[1:])
+    if found.checkpoint is None and len(found.lines) > 1:
+        raise _nowhere_to_go_on(config, "an unfinished run", found.lines[1:])
+    return replace(found, is_other=is_said, lines=(*found.lines, *_with_changes(changes)))
 
 
 def _another(config: TrainConfig, changes: list[str]) -> ConfigError:
@@ -123,30 +151,28 @@ def _another(config: TrainConfig, changes: list[str]) -> ConfigError:
     )
 
 
-def _going_on(
-    config: TrainConfig, path: Path, changes: list[str], *, is_said: bool, is_finished: bool
-) -> Earlier:
-    """From the newest checkpoint that is whole, if there is any."""
+def _nowhere_to_go_on(config: TrainConfig, what: str, broken: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"resume_from_checkpoint: {config.output_dir} holds {what} without a checkpoint to go on "
+        f"from{':' if broken else ''}\n"
+        + "".join(f"  {line}\n" for line in broken)
+        + "hint: output_dir=ANOTHER keeps it, overwrite_output_dir=true trains anew in its place"
+    )
+
+
+def _newest(config: TrainConfig, path: Path, counting: Counting) -> Earlier:
+    """Go on from the newest checkpoint that is whole, if there is any."""
     broken: list[str] = []
     for folder in _newest_first(path):
-        problem = _problem_of(folder)
-        if problem is None:
+        manifest = _checked(folder, counting)
+        if not isinstance(manifest, str):
             step, of = _step_of(folder)
             line = f"going on from {shown(config, folder)} (step {step:,}{of})"
             return Earlier(
-                RunState.UNFINISHED,
-                folder,
-                step,
-                is_other=is_said,
-                lines=(line, *broken, *_with_changes(changes)),
+                RunState.UNFINISHED, folder, step, lines=(line, *broken), manifest=manifest
             )
-        broken.append(f"{shown(config, folder)} is left out: {problem}")
-    if is_finished:
-        raise ConfigError(
-            f"resume_from_checkpoint: {config.output_dir} holds a finished run without a checkpoint"
-            " to go on from\nhint: output_dir=ANOTHER, or overwrite_output_dir=true trains anew"
-        )
-    why = f"{config.output_dir} holds an unfinished run without a checkpoint that is whole"
+        broken.append(f"{shown(config, folder)} is left out: {manifest}")
+    why = f"{config.output_dir} holds an unfinished run without a checkpoint"
     return Earlier(RunState.UNFINISHED, lines=(f"starting over: {why}", *broken))
 
 
@@ -155,7 +181,9 @@ def _with_changes(changes: list[str]) -> Iterator[str]:
         yield f"with another config: {'; '.join(changes)}"
 
 
-def _named(config: TrainConfig, given: str, old: dict[str, Any] | None) -> Earlier:
+def _named(
+    config: TrainConfig, given: str, old: dict[str, Any] | None, counting: Counting
+) -> Earlier:
     """From the checkpoint that the user names."""
     folder = Path(given).expanduser()
     if not folder.is_dir():
@@ -163,10 +191,10 @@ def _named(config: TrainConfig, given: str, old: dict[str, Any] | None) -> Earli
             f"resume_from_checkpoint: no such folder: {given}\n"
             "hint: resume_from_checkpoint=out/checkpoint-500, auto or none"
         )
-    problem = _problem_of(folder)
-    if problem is not None:
+    manifest = _checked(folder, counting)
+    if isinstance(manifest, str):
         raise ConfigError(
-            f"resume_from_checkpoint: {given} cannot be gone on from: {problem}\n"
+            f"resume_from_checkpoint: {given} cannot be gone on from: {manifest}\n"
             "hint: resume_from_checkpoint=auto takes the newest that is whole"
         )
     step, of = _step_of(folder)
@@ -174,7 +202,7 @@ def _named(config: TrainConfig, given: str, old: dict[str, Any] | None) -> Earli
     changes = [] if began is None else _changes(config, began, None)
     lines = (f"going on from {given} (step {step:,}{of})", *_with_changes(changes))
     state = RunState.NEW if old is None else RunState.UNFINISHED
-    return Earlier(state, folder, step, is_other=True, lines=lines)
+    return Earlier(state, folder, step, is_other=True, lines=lines, manifest=manifest)
 
 
 def shown(config: TrainConfig, folder: Path) -> str:
@@ -183,28 +211,24 @@ def shown(config: TrainConfig, folder: Path) -> str:
 
 
 def _newest_first(path: Path) -> list[Path]:
-    from roundpipe.checkpoint.find import checkpoints_in  # noqa: PLC0415, torch
-
     clear_leftovers(path)
     return list(reversed(checkpoints_in(path)))
 
 
-def _problem_of(folder: Path) -> str | None:
-    """Why nothing can go on from a checkpoint; None: it can."""
-    from roundpipe.checkpoint.find import check, manifest_of  # noqa: PLC0415
-
+def _checked(folder: Path, counting: Counting) -> Manifest | str:
+    """The manifest of a whole checkpoint, or why nothing can go on from this one."""
     try:
-        check(folder)
-        about = manifest_of(folder).about
+        manifest = manifest_of(folder)
+        if manifest.about.get("only_model"):
+            return "it has the model alone (save_only_model)"
+        if STATE_FILE not in manifest.files:
+            return f"it is not of a run of roundpipe train: no {STATE_FILE}"
+        with counting(f"checking {folder.name}", manifest.num_bytes) as show:
+            return check(folder, tell=show)
     except RoundPipeError as error:
         return str(error).partition("\n")[0]
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    if about.get("only_model"):
-        return "it has the model alone (save_only_model)"
-    if not (folder / STATE_FILE).is_file():
-        return f"it is not of a run of roundpipe train: no {STATE_FILE}"
-    return None
 
 
 def _step_of(folder: Path) -> tuple[int, str]:
@@ -307,7 +331,18 @@ def _read_config(path: Path) -> dict[str, Any] | None:
         text = (path / CONFIG_FILE).read_text(encoding="utf-8")
     except (OSError, UnicodeError):
         return None
-    return yaml.safe_load(text) if text.startswith(MARK) else None
+    if not text.startswith(RESOLVED):
+        return None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:
+        content = None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"output_dir: what a run has written there is damaged: {path / CONFIG_FILE}\n"
+            "hint: output_dir=ANOTHER, or take that file away"
+        )
+    return content
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:

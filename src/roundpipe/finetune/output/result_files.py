@@ -8,6 +8,8 @@ opens wherever that did.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +48,32 @@ def save_result(
     """
     with quiet_transformers():
         save(folder, model, weights)
-        tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     if base_folder is not None and not isinstance(model, PeftModel):
         for name in _PROCESSORS:
             if (base_folder / name).is_file():
                 shutil.copyfile(base_folder / name, folder / name)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write tokenizer and chat template into ``folder``. Raises OSError where the disk fails.
+
+    The tokenizers library (0.22) raises a bare Exception there, whose text has the number.
+    """
+    try:
+        with quiet_transformers():
+            tokenizer.save_pretrained(folder)
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Bytes of the files of a tokenizer, which a result and every checkpoint hold; near enough."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    return 0 if inner is None else len(inner.to_str(pretty=True).encode())
 
 
 def base_of(model: nn.Module) -> Any:

@@ -18,24 +18,27 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.checkpoint.find import checkpoints_in
 from roundpipe.durable import remove_folder, sync, write_text
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.output.earlier import (
     CONFIG_FILE,
     LOG_FILE,
-    MARK,
     RESULTS,
     STATE_FILE,
     Earlier,
     RunState,
     judge,
+    uncounted,
 )
 from roundpipe.finetune.settings.config import dump_config
+from roundpipe.finetune.settings.parse import RESOLVED
 from roundpipe.store.folder_lock import lock_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from roundpipe.finetune.output.earlier import Counting
     from roundpipe.finetune.settings.config import TrainConfig
 
 SAVE_NOW = "save-now"
@@ -63,8 +66,17 @@ class RunFolder:
 
         A run that goes on keeps what is there; one that starts over begins an empty log; a new one
         drops an earlier result. Where a run goes on with something changed, checkpoints of later
-        steps are dropped: those steps will be others.
+        steps are dropped: those steps will be others. Raises ConfigError where the disk fails.
         """
+        try:
+            self._start(config, history)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: cannot be written to: {self.shown}: {error.strerror or error}"
+                "\nhint: make room there, or output_dir=ANOTHER"
+            ) from error
+
+    def _start(self, config: TrainConfig, history: Sequence[dict[str, Any]]) -> None:
         checkpoint = self.earlier.checkpoint
         if checkpoint is None:
             self._remove(RESULTS if self.state is RunState.NEW else _EARLIER_RUNS)
@@ -85,8 +97,6 @@ class RunFolder:
                 path.unlink()
 
     def _drop_later(self, step: int) -> None:
-        from roundpipe.checkpoint.find import checkpoints_in  # noqa: PLC0415, torch
-
         for path in checkpoints_in(self.path):
             if int(path.name.rpartition("-")[2]) > step:
                 remove_folder(path)
@@ -128,6 +138,7 @@ class RunFolder:
                 sync(file)
             for file in sorted(staging.iterdir()):
                 file.replace(self.path / file.name)
+            sync(self.path)  # before the file that says that all are there
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -139,15 +150,15 @@ def _lines(history: Sequence[dict[str, Any]]) -> str:
 def config_text(config: TrainConfig) -> str:
     """``config.yaml``: the resolved config, without what was asked for once."""
     kept = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
-    return MARK + dump_config(config.model_copy(update=kept))
+    return RESOLVED + dump_config(config.model_copy(update=kept))
 
 
 @contextlib.contextmanager
-def claim(config: TrainConfig) -> Iterator[RunFolder]:
+def claim(config: TrainConfig, counting: Counting = uncounted) -> Iterator[RunFolder]:
     """Hold ``config.output_dir`` for this process and say what it holds already.
 
-    Makes the folder if need be, and takes it away again if it stays empty. Raises ConfigError when
-    another live process holds it, and for what `judge` refuses.
+    ``counting``: see `judge`. Makes the folder if need be, and takes it away again if it stays
+    empty. Raises ConfigError when another live process holds it, and for what `judge` refuses.
     """
     path = Path(config.output_dir).expanduser()
     if path.exists() and not path.is_dir():
@@ -157,7 +168,7 @@ def claim(config: TrainConfig) -> Iterator[RunFolder]:
     _make_folder(path)
     try:
         with lock_folder(path, key="output_dir"):
-            yield RunFolder(path, judge(config, path), config.output_dir)
+            yield RunFolder(path, judge(config, path, counting), config.output_dir)
     finally:
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: the run wrote something

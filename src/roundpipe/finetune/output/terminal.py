@@ -62,8 +62,16 @@ class Terminal:
 
     @contextlib.contextmanager
     def logging_to(self, path: Path) -> Iterator[None]:
-        """Write all lines, also those shown so far, to ``path`` while the block runs."""
-        file = path.open("a", encoding="utf-8")
+        """Write all lines, also those shown so far, to ``path`` while the block runs.
+
+        Where the disk does not take it, that is said and no line is written.
+        """
+        try:
+            file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            self.line(f"{path.name} cannot be written: {error.strerror or error}")
+            yield
+            return
         with self._lock:
             self._log, waiting = file, self._unlogged
             self._unlogged = []

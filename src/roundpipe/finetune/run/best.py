@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ class Best:
     num_worse: int = 0
 
     def add(self, step: int, loss: float) -> bool:
-        """Take an evaluation; whether it is the best. One that is no number never is."""
-        if loss == loss and (self.loss is None or loss < self.loss):  # noqa: PLR0124 - NaN
+        """Take an evaluation; whether it is the best. One that is not finite never is."""
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
             self.loss, self.step, self.num_worse = loss, step, 0
             return True
         self.num_worse += 1

@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.checkpoint.find import manifest_of
 from roundpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +41,9 @@ class Content:
     @classmethod
     def of(cls, earlier: Earlier | None, say: Callable[[str], None]) -> Content:
         """Expect what the checkpoint of an earlier run was made from."""
-        if earlier is None or earlier.checkpoint is None:
+        if earlier is None or earlier.manifest is None:
             return cls(say)
-        return cls(say, manifest_of(earlier.checkpoint).about, earlier.is_other)
+        return cls(say, earlier.manifest.about, earlier.is_other)
 
     def note(self, what: str, digest: str) -> None:
         """Take the digest of ``base`` or ``data``. Raises ConfigError where it is another."""

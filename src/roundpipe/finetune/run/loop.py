@@ -61,7 +61,7 @@ def train(
     terminal = terminal or Terminal()
     with contextlib.ExitStack() as parts:
         stop = stop or parts.enter_context(listening())
-        folder = parts.enter_context(claim(config))
+        folder = parts.enter_context(claim(config, terminal.counting))
         if folder.state is RunState.FINISHED:
             terminal.line(
                 f"already finished: {config.output_dir} holds the result of this config; "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from roundpipe.device.accumulation import fp16_accumulation
 from roundpipe.device.host_memory import host_memory
@@ -24,7 +27,10 @@ from roundpipe.finetune.model.fingerprint import fingerprint
 from roundpipe.finetune.model.from_transformers import DTYPES, load_tokenizer
 from roundpipe.finetune.model.hub import fetch, fetch_weights
 from roundpipe.finetune.model.methods import prepare_method
+from roundpipe.finetune.model.positions import check_lengths
 from roundpipe.finetune.model.source import ModelSource, locate_model
+from roundpipe.finetune.model.started import adapter_folder
+from roundpipe.finetune.output.result_files import tokenizer_bytes
 from roundpipe.finetune.run.content import Content, data_digest
 from roundpipe.finetune.run.loggers import require_loggers
 from roundpipe.finetune.run.room import Room, require_room
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
+    from numpy.typing import NDArray
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
@@ -80,9 +87,12 @@ class Job:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills short rows; masked, so that any token will do."""
+        """What fills short rows; masked, so that any token will do that the model has a row for.
+
+        One that was added to a tokenizer only to pad with often has none.
+        """
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if isinstance(token, int):
+            if isinstance(token, int) and token < _rows(self.model):
                 return token
         return 0
 
@@ -90,8 +100,12 @@ class Job:
         """The line that says what is trained on what, with what."""
         config, stats = self.config, self.dataset.stats
         name = "QLoRA" if self.base.is_packed else "LoRA"
-        method = f"{name} r={config.lora_r} ({self.counts})"
-        if not self.is_adapter:
+        if self.is_adapter:  # its own rank, which an adapter that was started from brings along
+            rank = getattr(self.model, "peft_config")["default"].r  # noqa: B009, of peft alone
+            method = f"{name} r={rank} ({self.counts})"
+        elif config.finetuning_type == "freeze":
+            method = f"part of the weights ({self.counts})"
+        else:
             method = f"full fine-tuning ({short_count(self.counts.total)})"
         kinds = Counter(device.torch_device.type for device in self.devices)
         return " · ".join(
@@ -128,6 +142,8 @@ def prepare(
         for device in devices:
             parts.callback(device.close)
         source = fetch(source, terminal)
+        if config.adapter_name_or_path is not None:
+            adapter_folder(config.adapter_name_or_path)
         with terminal.waiting(f"loading the tokenizer of {source.name}"):
             tokenizer = load_tokenizer(source)
         folder = Path(config.output_dir).expanduser()
@@ -141,14 +157,14 @@ def prepare(
         dtype = DTYPES[job_of(wish, machine).dtype]
         if config.fp16_accumulation:
             parts.enter_context(fp16_accumulation(devices, dtype))
-        fetch_weights(source, terminal)
-        content.note("base", fingerprint(source))
         if not _is_small(source, machine):
             with terminal.waiting("counting the model"):
                 _check_counted(wish, machine, environment, folder)
+        fetch_weights(source, terminal)
+        content.note("base", fingerprint(source))
         base = _load(config, source, dtype, terminal)
-        model = prepare_method(base, config, source, say=terminal.line)
-        require_room(Room.of(model, config), config, folder)
+        model = _ready(base, config, source, tokenizer, dataset, terminal)
+        require_room(Room.of(model, config, beside=tokenizer_bytes(tokenizer)), config, folder)
         job = Job(
             config=config,
             source=source,
@@ -181,6 +197,11 @@ def _wish(config: TrainConfig, order: Order) -> Wish:
         config=config.model_copy(update={"max_length": length}),
         method=method_of(config.finetuning_type, config),
     )
+
+
+def _lengths(dataset: Dataset) -> NDArray[np.int64]:
+    """Tokens of each sample that the model will see."""
+    return np.concatenate([dataset.samples.lengths, dataset.eval_samples.lengths])
 
 
 def _is_small(source: ModelSource, machine: Machine) -> bool:
@@ -222,6 +243,57 @@ def _load(
         attn_implementation=config.attn_implementation,
         terminal=terminal,
     )
+
+
+def _rows(model: Any) -> int:
+    """How many tokens the embedding of a causal LM has."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _ready(
+    base: BaseModel,
+    config: TrainConfig,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    terminal: Terminal,
+) -> nn.Module:
+    """What is trained of a model, if that suits the data. Raises ConfigError where it does not."""
+    check_lengths(base.model, _lengths(dataset), terminal.line)
+    _require_rows(base.model, tokenizer, dataset, source)
+    model = prepare_method(base, config, source, say=terminal.line)
+    if (config.special_tokens or {}).get("eos_token"):
+        _end_at(base.model, tokenizer.eos_token_id)
+    return model
+
+
+def _require_rows(model: Any, tokenizer: Any, dataset: Dataset, source: ModelSource) -> None:
+    """Raise ConfigError where data has tokens that the model's embedding has no row for.
+
+    Left to the embedding, that would be an index out of range in the middle of a step, of which a
+    GPU does not recover.
+    """
+    num_rows = _rows(model)
+    if max(tokenizer.get_vocab().values(), default=0) < num_rows:
+        return
+    for sample in itertools.chain(dataset.samples, dataset.eval_samples):
+        if (token := int(sample.input_ids.max())) >= num_rows:
+            raise ConfigError(
+                f"the tokenizer of {source.given} makes tokens that the model does not have: "
+                f"{tokenizer.convert_ids_to_tokens(token)} is token {token:,}, of {num_rows:,}"
+                "\nhint: the tokenizer that came with the model, or chat_template=auto"
+            )
+
+
+def _end_at(model: nn.Module, token: int) -> None:
+    """Let generation end at a token too: the result is saved with what says so."""
+    settings: Any = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    ends = settings.eos_token_id
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if token not in listed:
+        settings.eos_token_id = [*listed, token]
 
 
 def _bytes_of(limit: float | None, machine: Machine) -> int | None:

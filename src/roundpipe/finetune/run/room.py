@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from roundpipe.finetune.settings.config import TrainConfig
 
-_FREE_BYTES = 1 << 20  # that a run takes besides: logs, plot, tokenizer
+_FREE_BYTES = 1 << 20  # that a run takes besides: logs, plot, configs
 _UNLIMITED = 2  # checkpoints that are counted where all are kept
 _MOMENTS = {"fp32": 8.0, "bf16": 4.0, "int8": 2 * (1 + 4 / 256)}  # bytes of a trained weight
 _MASTER = 4
@@ -36,11 +36,14 @@ class Room:
     state: int
 
     @classmethod
-    def of(cls, model: nn.Module, config: TrainConfig) -> Room:
-        """What a run of ``config`` writes of ``model``: an adapter alone, or all of it."""
+    def of(cls, model: nn.Module, config: TrainConfig, *, beside: int = 0) -> Room:
+        """What a run of ``config`` writes of ``model``: an adapter alone, or all of it.
+
+        ``beside``: bytes of what lies beside the weights, the tokenizer.
+        """
         is_adapter = config.finetuning_type in ("lora", "qlora")
         moments = _MOMENTS[config.optim_state_dtype]
-        result, state = 0, 0.0
+        result, state = beside, 0.0
         for parameter in model.parameters():
             if parameter.requires_grad or not is_adapter:
                 result += parameter.nbytes

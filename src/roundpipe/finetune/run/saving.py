@@ -13,9 +13,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.checkpoint.find import checkpoints_in, drop_old
-from roundpipe.errors import RoundPipeError
-from roundpipe.finetune.model.from_transformers import quiet_transformers
 from roundpipe.finetune.output.earlier import CONFIG_FILE, STATE_FILE
+from roundpipe.finetune.output.result_files import save_tokenizer
 from roundpipe.finetune.output.run_folder import config_text
 
 if TYPE_CHECKING:
@@ -29,17 +28,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FAILURES = (RoundPipeError, OSError)
-
 
 class Saver:
-    """Saves ``training`` into ``folder``; ``last``: the step of the newest checkpoint there is."""
+    """Saves ``training`` into ``folder``; ``last``: the step of the newest checkpoint there is.
+
+    ``is_over``: the weights are no longer those of the last step, so nothing is saved any more.
+    """
 
     def __init__(self, training: Training, folder: RunFolder, due: Due, terminal: Terminal) -> None:
         self.due = due
         self._training, self._folder = training, folder
         self._terminal = terminal
-        self.last = training.done
+        self.last = training.done if self._is_here(folder.earlier.checkpoint) else 0
+        self.is_over = False
+        self._best = self._next_best = training.best.step  # on the disk; and to be there next
         self._under_way: tuple[int, SavedCheckpoint] | None = None
 
     @property
@@ -62,6 +64,10 @@ class Saver:
         if self.due.is_saving_due(step) or is_asked or is_best or wants_last:
             # The best is loaded at the end, which takes a whole checkpoint.
             keeps_state = is_best and config.load_best_model_at_end
+            if is_best:
+                self.wait()  # the best until now stays until this one is on the disk
+                self._next_best = step
+                self._best = step if step == self.last else self._best
             self._begin(step, only_model=config.save_only_model and not keeps_state)
         if is_asked:
             self._folder.saving_done()
@@ -76,6 +82,8 @@ class Saver:
         step = self._training.done
         if step == 0:
             return None
+        if self.is_over:
+            return self._shown(self.last) if self.last else None
         if self.last != step or self._training.job.config.save_only_model:
             self._save(step, only_model=False, is_async=False)
             self._done(step)
@@ -89,13 +97,25 @@ class Saver:
         """The folder of the checkpoint after ``step`` steps."""
         return self._folder.path / f"checkpoint-{step}"
 
+    def best_path(self, step: int) -> Path:
+        """The same of an evaluation, which may have been before a run of another folder ended."""
+        earlier = self._folder.earlier
+        began = earlier.checkpoint
+        if began is None or self._is_here(began) or step > earlier.step:
+            return self.path(step)
+        return began.with_name(self.path(step).name)
+
+    def _is_here(self, checkpoint: Path | None) -> bool:
+        """Whether what a run goes on from is one of its own folder: others may be anywhere."""
+        return checkpoint is not None and checkpoint.resolve().parent == self._folder.path.resolve()
+
     def _begin(self, step: int, *, only_model: bool) -> None:
         if step in (self.last, 0):
             return
         self.wait()
         try:
             handle = self._save(step, only_model=only_model, is_async=True)
-        except _FAILURES as error:
+        except Exception as error:  # whatever a library has against it
             self._failed(step, error)
         else:
             self._under_way = (step, handle)
@@ -133,7 +153,7 @@ class Saver:
         (step, handle), self._under_way = self._under_way, None
         try:
             handle.wait()
-        except _FAILURES as error:
+        except Exception as error:
             self._failed(step, error)
         else:
             self._done(step)
@@ -143,12 +163,14 @@ class Saver:
         self.last = step
         self.due.saved()
         config = self._training.job.config
-        best = self._training.best.step
+        if step == self._next_best:
+            self._best = step
+        best = self._best
         never = [self.path(best)] if config.load_best_model_at_end and best is not None else []
         if config.save_total_limit is None:
             return
         try:
-            drop_old(self._folder.path, config.save_total_limit, never=never)
+            drop_old(self._folder.path, config.save_total_limit, never, up_to=step)
         except OSError as error:
             self._terminal.line(f"old checkpoints could not be removed: {error}")
 
@@ -182,7 +204,6 @@ def trainer_state(training: Training) -> dict[str, Any]:
 
 def _write_beside(tokenizer: Any, state: dict[str, Any], config: str, folder: Path) -> None:
     """Write what makes a checkpoint load like a result, and what tells how far it was."""
-    with quiet_transformers():
-        tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     (folder / CONFIG_FILE).write_text(config, encoding="utf-8")

@@ -93,7 +93,6 @@ class StepLog:
         devices: Sequence[Device] = (),
     ) -> None:
         self.history: list[dict[str, Any]] = []
-        self.last_step = 0  # the last that was given
         self._folder = folder
         self._total_steps = total_steps
         self._logging_steps = logging_steps
@@ -123,7 +122,6 @@ class StepLog:
         Raises RoundPipeError after several steps in a row without a finite gradient.
         """
         self.settle()
-        self.last_step = record.step
         self._pending = (record, result)
         if self._progress is not None:
             self._progress.advance(self._figures(record, self._last_norm))
@@ -155,7 +153,6 @@ class StepLog:
         """
         if self._pending is not None and self._pending[0].step >= step:
             self._pending = None
-        self.last_step = min(self.last_step, step - 1)
 
     def add_evaluation(
         self,
@@ -199,8 +196,6 @@ class StepLog:
             StepRecord(**{**given, "loss": math.nan if given["loss"] is None else given["loss"]})
             for given in state.get("unlogged", ())
         ]
-        steps = [int(record["step"]) for record in self.history]
-        self.last_step = max((*steps, *(record.step for record in self._unlogged)), default=0)
 
     # ---- records
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.errors import RoundPipeError
+from roundpipe.errors import ConfigError, RoundPipeError
 from roundpipe.finetune.model.neftune import add_neftune
 from roundpipe.finetune.model.packing_check import check_packing
 from roundpipe.finetune.output.earlier import STATE_FILE
@@ -161,7 +161,10 @@ def _started(
     if earlier.checkpoint is not None:
         with terminal.waiting(f"reading {earlier.checkpoint.name}"):
             state = trainer.load_checkpoint(
-                earlier.checkpoint, training.optimizer, training.scheduler
+                earlier.checkpoint,
+                training.optimizer,
+                training.scheduler,
+                known=earlier.manifest,
             )
         told = json.loads((earlier.checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         training.restore(state, told["log_history"])
@@ -212,7 +215,7 @@ def _kept(run: Run) -> str:
     if checkpoint is None:
         return "nothing was trained yet, so there is nothing to save"
     without = ""
-    if config.overwrite_output_dir:
+    if config.overwrite_output_dir and "resume_from_checkpoint" not in config.model_fields_set:
         without = " without overwrite_output_dir"
     elif config.resume_from_checkpoint != "auto":
         without = " without resume_from_checkpoint"
@@ -245,12 +248,13 @@ def _take_best(run: Run) -> None:
     best, training = run.training.best, run.training
     if not run.job.config.load_best_model_at_end or best.step in (None, training.done):
         return
-    folder = run.saver.path(best.step)
+    folder = run.saver.best_path(best.step)
     try:
         training.trainer.load_checkpoint(folder)
-    except RoundPipeError as error:
+    except ConfigError as error:  # nothing has changed
         run.terminal.line(f"warning: the newest weights are the result, not the best: {error}")
         return
+    run.saver.is_over = True
     run.terminal.line(f"the result is the best: step {best.step}, evaluation loss {best.loss:.4g}")
 
 

@@ -50,14 +50,12 @@ def _share(key: str, value: Any, values: dict[str, Any], what: str) -> dict[str,
     count = _number(key, value)
     if not count:
         return NOTHING
-    steps, epochs = values.get("max_steps"), values.get("num_train_epochs")
-    if steps is not None and _number("max_steps", steps) > 0:
-        raise ConfigError(
-            f"{key}: {text_of(value)} beside max_steps: {text_of(steps)}: how long an epoch is, "
-            f"the data says\nhint: {what}_steps=N in place of {key}"
-        )
+    epochs, is_cut = values.get("num_train_epochs"), values.get("max_steps") not in (None, -1, 0)
+    if values.get(f"{what}_strategy") == "steps":
+        del values[f"{what}_strategy"]  # which says no more than that
     times = count * (_EPOCHS if epochs is None else _number("num_train_epochs", epochs))
-    if count == 1 or times <= 1:
+    # Where max_steps ends a run, the share is of these, as it is there.
+    if times <= 1 or (count == 1 and not is_cut):
         return {f"{what}_strategy": "epoch"}
     return {f"{what}_steps": 1 / times}
 
@@ -68,7 +66,5 @@ def _number(key: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = -1.0
     if number < 0 or isinstance(value, bool):
-        if key == "max_steps":
-            return 0.0
         raise ConfigError(f"not a number: {key}: {text_of(value)}\nhint: {key}=1")
     return number

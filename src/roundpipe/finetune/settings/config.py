@@ -44,6 +44,7 @@ _REQUIRED = {
     "model_name_or_path": "model=FOLDER, a hub id or a GGUF file",
     "dataset": "dataset=FILE.jsonl",
 }
+_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _NAMED = re.compile(r"(?:cpu|cuda:\d+|\d+)(?:\*(\d+))?")
 _LORA_ONLY = (
     "lora_r",
@@ -129,7 +130,10 @@ def dump_config(config: TrainConfig) -> str:
     values = _values(config)
     for field in _OF_A_START:
         del values[field]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    if _LINE_BREAKS.search(text):  # YAML reads them as such wherever they stand
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False, width=100)
+    return text
 
 
 def _values(config: TrainConfig) -> dict[str, Any]:
@@ -188,7 +192,9 @@ def _paragraph(problem: ValidationError) -> str:
         text = str(found["ctx"]["error"]) if "ctx" in found else found["msg"]
         return f"{place}: {text}" if place else text
     if found["type"] == "extra_forbidden":
-        return f"unknown key: {place}\nhint: {', '.join(DatasetEntry.model_fields)}"
+        names = list(DatasetEntry.model_fields)
+        near = difflib.get_close_matches(str(found["loc"][-1]), names, n=1)
+        return f"unknown key: {place}\nhint: {', '.join(near or names)}"
     message = re.sub(r"^Input should be ", "", found["msg"])
     message = message[:1].lower() + message[1:]
     return f"{place}: {_value(found['input'])} is not {message}\nhint: {_way_out(field, found)}"
@@ -207,11 +213,13 @@ def _value(value: Any) -> str:
 def _way_out(field: str, found: ErrorDetails) -> str:
     info = TrainConfig.model_fields.get(field)
     if found["type"] == "literal_error":
-        choices = re.findall(r"'([^']*)'", found["ctx"]["expected"])
+        choices = re.findall(r"'[^']*'|\d+", found["ctx"]["expected"])
+        choices = [choice.strip("'") for choice in choices]
         names = [part for part in found["loc"] if isinstance(part, str) and not _is_variant(part)]
-        near = difflib.get_close_matches(str(found["input"]), choices, n=1)
+        cutoff = 0.6 if len(names) == 1 else 0.85
+        near = difflib.get_close_matches(str(found["input"]), choices, n=1, cutoff=cutoff)
         if names[1:] == ["type"] and not near:
-            return "leave type out: the columns tell the shape, or columns={…} which is which"
+            return "leave type out: the columns tell the shape, or columns: {OURS: THEIRS}"
         if len(names) > 1:
             return f"{names[-1]}: {near[0] if near else choices[0]}"
         return f"{field}={near[0] if near else choices[0]}" if choices else "see roundpipe schema"

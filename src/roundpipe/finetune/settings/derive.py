@@ -82,7 +82,7 @@ def _quantized(key: str, value: Any, values: Values) -> dict[str, Any]:
     if key == "load_in_8bit" or (key == "quantization_bit" and value != 4):
         raise ConfigError(
             f"not supported: {key}: {text_of(value)} (base weights in other than 4 or 16 bits)"
-            "\nhint: finetuning_type=qlora, or leave it out: weights live in host memory, so the "
+            f"\nhint: finetuning_type=qlora, or {key}=none: weights live in host memory, so the "
             "model need not fit the device"
         )
     method = values.get("finetuning_type")
@@ -103,11 +103,12 @@ def _revision(key: str, value: Any, values: Values) -> dict[str, Any]:
 def _tokenizer(key: str, value: Any, values: Values) -> dict[str, Any] | str:
     if str(value) != str(values.get("model_name_or_path", "")).partition("@")[0]:
         raise ConfigError(
-            f"not supported: {key}: {value}\nhint: leave it out: the model's own tokenizer is used"
+            f"not supported: {key}: {value}\nhint: {key}=none: the model's own tokenizer is used"
         )
     return "not needed: the model's own tokenizer is used"
 
 
+_NOT_LINEAR = {"embed_tokens", "lm_head", "wte"}  # of the names that adapters are put on
 _DTYPES = {"pure_bf16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -127,7 +128,13 @@ def _on_cpu(key: str, value: Any, values: Values) -> dict[str, Any]:
 
 
 def _all_linear(key: str, value: Any, values: Values) -> dict[str, Any]:
-    return {"target_modules": "all-linear"} if value else {}
+    """Every linear layer, those that are named beside it among them."""
+    named = values.get("target_modules")
+    if not value:
+        return {}
+    if isinstance(named, list | tuple) and not _NOT_LINEAR.intersection(named):
+        del values["target_modules"]
+    return {"target_modules": "all-linear"}
 
 
 def _pissa(key: str, value: Any, values: Values) -> dict[str, Any] | str:
@@ -217,15 +224,11 @@ def _wandb_mode(key: str, value: Any, values: Values) -> dict[str, Any] | str:
     return {"report_to": others}
 
 
-def _special_tokens(key: str, value: Any, values: Values) -> str:
-    given = value if isinstance(value, dict) else {"": value}
-    others = [name for name, token in given.items() if name != "pad_token" and not is_empty(token)]
-    if others:
-        raise ConfigError(
-            f"not supported: {key}: {', '.join(others)}\nhint: leave it out, or use a tokenizer "
-            "that has them: no token of a tokenizer is changed"
-        )
-    return "not needed: padding is neither attended to nor trained"
+def _special_tokens(key: str, value: Any, values: Values) -> dict[str, Any]:
+    """Tokens that are to be in the vocabulary already: none is added to it."""
+    listed = value if isinstance(value, list | tuple) else [str(value)]
+    new = {"eos_token": str(value)} if key == "eos_token" else {"additional_special_tokens": listed}
+    return {"special_tokens": {**(values.pop("special_tokens", None) or {}), **new}}
 
 
 _PLUGINS = re.compile(r"liger|cut_cross_entropy|kernels|lm_eval|swanlab|expert_parallel")
@@ -256,10 +259,6 @@ def _stage(key: str, value: Any, values: Values) -> dict[str, Any] | str:
 
 
 def _template_file(key: str, value: Any, values: Values) -> dict[str, Any]:
-    if not str(value).endswith((".jinja", ".jinja2", ".j2")):
-        raise ConfigError(
-            f"not supported: {key} as text\nhint: write it into a file: chat_template=FILE.jinja"
-        )
     values.pop("chat_template", None)
     return {"chat_template": str(value)}
 
@@ -294,6 +293,7 @@ RULES: dict[str, Callable[[str, Any, Values], dict[str, Any] | str]] = {
     "no_cuda": _on_cpu,
     **dict.fromkeys((key for key in keys.DERIVED if key.endswith("attention")), _attention),
     "flash_attn": _attention,
+    "use_flash_attention_2": _attention,
     "lora_target_linear": _all_linear,
     "pissa_init": _pissa,
     "pissa_iter": _pissa,
@@ -313,7 +313,8 @@ RULES: dict[str, Callable[[str, Any, Values], dict[str, Any] | str]] = {
         (key for key, fields in keys.DERIVED.items() if fields == ("report_to",)), _logger
     ),
     "wandb_mode": _wandb_mode,
-    "special_tokens": _special_tokens,
+    "eos_token": _special_tokens,
+    "tokens": _special_tokens,
     "plugins": _plugins,
     "stage": _stage,
     "rl": _stage,

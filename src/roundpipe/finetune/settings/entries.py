@@ -38,6 +38,8 @@ def build_datasets(values: dict[str, Any], account: Account) -> None:
     info = _info(values)
     if info is None and account.has("template", "cutoff_len"):
         _refuse_bare_names(values)
+    if account.has("base_model"):
+        _say_prompts(values, account)
     is_text = values.pop("stage", None) == "pt"
     each_has = _ForEach(
         shape="text" if is_text else _shape(values),
@@ -59,6 +61,19 @@ def build_datasets(values: dict[str, Any], account: Account) -> None:
     account.sets("dataset_text_field", ["dataset"])
     account.sets("max_samples", ["dataset"])
     _without_evaluation(values, account)
+
+
+def _say_prompts(values: dict[str, Any], account: Account) -> None:
+    """Prompts that axolotl writes around rows itself; here a chat template does."""
+    given = values.get("dataset")
+    for entry in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(entry, dict):
+            continue
+        kind, named = str(entry.get("type") or ""), entry.get("conversation")
+        is_alpaca = kind.partition(".")[0].partition(":")[0] == "alpaca"
+        if is_alpaca or not is_empty(named):
+            what = "the prompt of type: alpaca" if is_alpaca else f"conversation: {named}"
+            account.say(f"not used: {what} (the chat template writes it; see the marked sample)")
 
 
 @dataclass(frozen=True)

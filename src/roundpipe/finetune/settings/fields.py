@@ -83,7 +83,14 @@ class TrainConfig(BaseModel):
     train_on_prompt: bool = Field(False, description="train every token, not only answers")
     mask_history: bool = Field(False, description="train only the last answer of a conversation")
     chat_template: str = Field(
-        "auto", min_length=1, description="auto (the model's own), chatml, a .jinja file, a model"
+        "auto",
+        min_length=1,
+        description="auto (the model's own), chatml, a .jinja file, its text, a model",
+    )
+    special_tokens: dict[str, str | tuple[str, ...]] | None = Field(
+        None,
+        description="tokens that the tokenizer must have; eos_token, what ends a text: "
+        "{eos_token: <|im_end|>}",
     )
     on_bad_line: Literal["stop", "skip"] = Field("stop", description="a line that is no sample")
     packing: bool = Field(False, description="several samples in one row of max_length tokens")

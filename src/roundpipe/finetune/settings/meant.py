@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.finetune.settings import keys
 from roundpipe.finetune.settings.account import short_text
+from roundpipe.finetune.settings.derive import ANSWERS_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +33,18 @@ _AXOLOTL = {
     "sequence_len",
     "val_set_size",
 }
-_TRL = {"dataset_name"}
-_OF_OTHERS = {"cutoff_len", "template", "stage", "max_seq_length", "model_name"}
+_TRL = {
+    "activation_offloading",
+    "assistant_only_loss",
+    "completion_only_loss",
+    "dataset_mixer",
+    "dataset_name",
+    "eos_token",
+    "packing_strategy",
+    "padding_free",
+    "test_split_size",
+}
+_OF_OTHERS = {"cutoff_len", "template", "stage", "dataset", "model_name"}
 _ADAPTER = (
     "adapter_name_or_path",
     "lora_alpha",
@@ -68,12 +79,21 @@ def say_defaults(file: Mapping[str, Any], config: TrainConfig, account: Account)
     names: tuple[str, ...] = _DIFFERS
     if config.finetuning_type in ("lora", "qlora") and config.adapter_name_or_path is None:
         names += _DIFFERS_IN_ADAPTERS
+        names += ("lora_dropout",) if is_trl(file) else ()
     left = [name for name in names if name not in config.model_fields_set]
     if config.max_steps is not None and "num_train_epochs" in left:
         left.remove("num_train_epochs")
+    if is_trl(file) and not {"train_on_prompt", "train_on_inputs", *ANSWERS_ONLY} & file.keys():
+        account.say("of conversations answers alone are trained (train_on_prompt: true trains all)")
     if left:
         shown = ", ".join(f"{name}: {short_text(getattr(config, name))}" for name in left)
         account.say(f"not in the file, so as it is here: {shown}")
+
+
+def is_trl(file: Mapping[str, Any]) -> bool:
+    """Whether a config can only be TRL's, which never calls its data ``dataset``."""
+    said = {key for key, value in file.items() if value is not None}
+    return bool(_TRL & said and "model_name_or_path" in said and not _OF_OTHERS & said)
 
 
 def mean_method(file: Mapping[str, Any], values: dict[str, Any], account: Account) -> None:
@@ -92,7 +112,7 @@ def mean_method(file: Mapping[str, Any], values: dict[str, Any], account: Accoun
         return
     if "base_model" in file and len(_AXOLOTL.intersection(file)) > 1:
         missing = "adapter"
-    elif _TRL.intersection(file) and "model_name_or_path" in file and not _OF_OTHERS & set(file):
+    elif is_trl(file):
         missing = "use_peft"
     else:
         return

@@ -39,11 +39,29 @@ _VARIABLE = re.compile(
 )
 # Keys whose text is for a model or a template, dollars and all.
 _AS_WRITTEN = ("sample_prompts", "chat_template", "chat_template_jinja", "special_tokens")
+# Keys that take several words after ``--KEY``, as argparse has it.
+_SEVERAL = (
+    "dataset",
+    "datasets",
+    "eval_dataset",
+    "lora_modules_to_save",
+    "lora_target",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "modules_to_save",
+    "report_to",
+    "target_modules",
+    "target_parameters",
+)
 # Keys under which YAML files keep what their anchors name.
 _HOLDERS = ("x-", "x_", ".", "_")
 
 # Keys whose `none` says something that a blank does not.
 _NONE_IS_A_WORD = ("resume_from_checkpoint",)
+
+
+RESOLVED = "# The resolved config of a run of roundpipe train; it loads again as a config.\n"
+"""What a config that a run has written begins with."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -115,7 +133,8 @@ def read_file(path: str, environment: Mapping[str, str] | None = None) -> dict[s
     """
     file = Path(path)
     try:
-        data = _data_of(file.read_bytes(), is_json=file.suffix == ".json")
+        content = file.read_bytes()
+        data = _data_of(content, is_json=file.suffix == ".json")
     except FileNotFoundError:
         raise ConfigError(f"no such config file: {path}\nhint: {near_file(file)}") from None
     except OSError as problem:
@@ -131,9 +150,10 @@ def read_file(path: str, environment: Mapping[str, str] | None = None) -> dict[s
         raise ConfigError(
             f"not a config: {path} holds a {type(data).__name__}\nhint: one `key: value` a line"
         )
+    is_resolved = content.startswith(RESOLVED.encode())  # what looks like a variable is none
     return {
         str(key).replace("-", "_"): value
-        if key in _AS_WRITTEN
+        if key in _AS_WRITTEN or is_resolved
         else _filled(value, str(key), environment or {})
         for key, value in data.items()
         if not (str(key).startswith(_HOLDERS) and isinstance(value, dict | list))
@@ -204,14 +224,22 @@ def parse_argv(
                 )
             file = word
             continue
-        if not equals:
-            bare = not words or words[0].startswith("--") or _is_setting(words[0], known)
-            text = "true" if bare else words.pop(0)
         key = name.replace("-", "_")
-        if key == "config" and dashed:
+        bare = not equals and (not words or _is_option(words[0], known))
+        if bare and _is_denied(key, known):
+            values[key.removeprefix("no_")] = False
+            continue
+        if not equals:
+            text = "true" if bare else words.pop(0)
+        if key == "config" and key not in known:
             words.insert(0, text)
-        else:
-            values[key] = parse_value(text)
+            continue
+        values[key] = parse_value(text)
+        more: list[str] = []
+        while not equals and key in _SEVERAL and words and not _is_end(words[0], known):
+            more.append(words.pop(0))
+        if more:
+            values[key] = [values[key], *more]
     return file, values
 
 
@@ -224,6 +252,20 @@ def near_file(path: Path) -> str:
             return str(folder / name)
         return f"paths are relative to {Path.cwd()}" if not path.is_absolute() else "check the path"
     return f"there is no folder {folder} (paths are relative to {Path.cwd()})"
+
+
+def _is_option(word: str, known: Collection[str]) -> bool:
+    return word.startswith("--") or _is_setting(word, known)
+
+
+def _is_denied(key: str, known: Collection[str]) -> bool:
+    """Whether ``--no-KEY`` says no to a key."""
+    return key.startswith("no_") and key not in known and key.removeprefix("no_") in known
+
+
+def _is_end(word: str, known: Collection[str]) -> bool:
+    """Whether a list that is given as words ends before ``word``: an option, or the config file."""
+    return _is_option(word, known) or word.endswith((".yaml", ".yml"))
 
 
 def _is_setting(word: str, known: Collection[str]) -> bool:

@@ -9,6 +9,7 @@ that would set it too.
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
@@ -19,6 +20,7 @@ from roundpipe.finetune.settings.derive import ANSWERS_ONLY, derive
 from roundpipe.finetune.settings.entries import build_datasets
 from roundpipe.finetune.settings.fields import TrainConfig
 from roundpipe.finetune.settings.meant import mean_method
+from roundpipe.finetune.settings.parse import parse_value
 from roundpipe.finetune.settings.words import translate_words
 
 if TYPE_CHECKING:
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 FIELDS = frozenset(TrainConfig.model_fields)
 # Foreign keys that say something by false or a blank: no to an adapter or to a logger, or that
 # more than the answers is trained.
-_SAY_NO = ("adapter", "enable_wandb", "use_wandb", *ANSWERS_ONLY)
+_SAY_NO = ("adapter", "enable_wandb", "use_peft", "use_wandb", *ANSWERS_ONLY)
+# Lists of names that may come as text, and keys of other trainers whose value is text.
+_LISTED = ("modules_to_save", "report_to", "target_modules", "target_parameters")
+_TEXT = re.compile(r"revision|project|experiment|dataset|template|tokens|plugins|adapter|config")
 # Fields whose null says nothing in a file; of the others none is a setting.
 _UNSAID = FIELDS - {"max_grad_norm", "save_total_limit"}
 KNOWN = FIELDS.union(keys.ALIASES, keys.DERIVED, keys.NEEDLESS, keys.REFUSED, keys.UNFOLDED)
@@ -42,7 +47,7 @@ def translate(
     for keys that are unknown or refused, and for two that disagree.
     """
     account = Account()
-    file, command_line = unfolded(file), unfolded(command_line)
+    file, command_line = unquoted(unfolded(file)), unquoted(unfolded(command_line))
     _refuse_unknown({**file, **command_line})
     for key, value in {**file, **command_line}.items():
         account.read(key, value, keys.ALIASES.get(key, key))
@@ -57,9 +62,12 @@ def translate(
     translate_words(values, account)
     for key in [key for key in keys.DERIVED if key in values and key not in BATCH]:
         derive(key, values, account)
-    mean_method(file, values, account)
+    mean_method(file or command_line, values, account)
     derive_batch(values, account, count_devices)
     build_datasets(values, account)
+    _refuse_other_work(file, values)
+    if "overwrite_output_dir" not in command_line:
+        _mean_overwriting(values, account)
     return values, account
 
 
@@ -90,6 +98,29 @@ def unfolded(layer: Mapping[str, Any]) -> dict[str, Any]:
                 )
             flat[name] = each
     return flat
+
+
+def unquoted(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that are text only because somebody quoted them: ``"false"``, ``"-1"``, ``"[a, b]"``.
+
+    Text that stands for itself stays as it is.
+    """
+    return {key: _unquoted(key, value) for key, value in layer.items()}
+
+
+def _unquoted(key: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    target = keys.ALIASES.get(key, key)
+    if target in _LISTED and value.startswith("[") and value.endswith("]"):
+        found = parse_value(value)
+        return found if isinstance(found, list) else value
+    info = TrainConfig.model_fields.get(target)
+    is_text = re.search("str|Entry", str(info.annotation)) if info else _TEXT.search(key)
+    if is_text or (info and "Literal" in str(info.annotation)):
+        return value
+    found = parse_value(value)
+    return found if isinstance(found, bool | int | float) or found is None else value
 
 
 def _is_other_quantization(key: str, value: Mapping[str, Any]) -> bool:
@@ -171,8 +202,43 @@ def _refuse(values: dict[str, Any], account: Account) -> None:
     for key in [key for key in values if key in keys.REFUSED]:
         value = values.pop(key)
         if not is_empty(value) and value not in keys.NEUTRAL.get(key, ()):
-            raise ConfigError(f"not supported: {key}: {text_of(value)}\nhint: {keys.REFUSED[key]}")
+            way_out = _without(account.name_of(key), keys.REFUSED[key])
+            raise ConfigError(f"not supported: {key}: {text_of(value)}\nhint: {way_out}")
         account.leaves(key, NOTHING)
+
+
+def _refuse_other_work(file: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """A config that merges an adapter, or asks a model questions, names no data."""
+    if values.get("dataset") is not None:
+        return
+    for key in ("export_dir", "merge_lora", "infer_backend"):
+        if not is_empty(file.get(key)):
+            raise ConfigError(
+                f"no dataset is given, and {key}: {text_of(file[key])} is not training"
+                "\nhint: dataset=FILE.jsonl trains"
+            )
+
+
+def _mean_overwriting(values: dict[str, Any], account: Account) -> None:
+    """A file's standing ``overwrite_output_dir`` is no word to throw away an unfinished run of it.
+
+    The command is the same after a power cut; there it would begin anew and lose what was saved.
+    """
+    if values.get("overwrite_output_dir") is True and "resume_from_checkpoint" not in values:
+        values["resume_from_checkpoint"] = "auto"
+        account.say(
+            "overwrite_output_dir: true in a file: an unfinished run of the same config goes on; "
+            "on the command line it begins anew"
+        )
+
+
+def _without(key: str, sentence: str) -> str:
+    """The sentence on a refused key, with the words that take the key out of a config."""
+    out = f"{key}=none"
+    if "leave it out" in sentence:
+        return sentence.replace("leave it out", out)
+    is_setting = "=" in sentence.partition(" ")[0]
+    return f"{out} {sentence}" if is_setting else f"{out}, and {sentence}"
 
 
 def _drop_needless(values: dict[str, Any], account: Account) -> None:

@@ -56,6 +56,8 @@ _TEMPLATES = re.compile(
     r"|metharme|mistral|nemotron_h|phi|pixtral|qwen|starling|tokenizer_default|unsloth|vicuna"
     r"|yi-chat|zephyr)[-_.a-z0-9]*"
 )
+_WHOLE = ("embed_tokens", "lm_head")
+_UNSAID_STEPS = 500  # between evaluations, and between checkpoints
 _SCHEDULE_ARGUMENTS = (
     "decay_type",
     "num_cycles",
@@ -76,16 +78,11 @@ def translate_words(values: dict[str, Any], account: Account) -> None:
     attention = values.get("attn_implementation")
     if isinstance(attention, str) and _FAST_ATTENTION.fullmatch(attention):
         _translate_word("attn_implementation", {attention: "sdpa"}, values, account)
+    _translate_tokens(values, account)
     _translate_schedule(values, account)
+    _count_unsaid(values, account)
     _translate_counts(values, account)
-    targets = values.get("target_modules")
-    if isinstance(targets, list) and targets in (["all"], ["all-linear"]):
-        targets = "all-linear"
-    if isinstance(targets, str):
-        values["target_modules"] = _targets(targets)
-    for field in ("modules_to_save", "target_parameters"):
-        if isinstance(values.get(field), str):
-            values[field] = _names(values[field])
+    _translate_adapter(values, account)
     if values.get("report_to") is not None:
         values["report_to"] = reporters(values["report_to"])
     if values.get("sample_prompts") in ([], ["none"], ["None"], [None]):
@@ -121,6 +118,18 @@ def _translate_template(values: dict[str, Any], account: Account) -> None:
     elif isinstance(value, str) and value != "auto" and _TEMPLATES.fullmatch(value):
         values["chat_template"] = "auto"
         account.say(f"not used: chat_template: {value} (the model's own; see the marked sample)")
+
+
+def _translate_tokens(values: dict[str, Any], account: Account) -> None:
+    """Special tokens but for the one that fills short rows, which is neither read nor learned."""
+    given = values.get("special_tokens")
+    if is_empty(given) or not isinstance(given, dict):
+        return
+    kept = {name: token for name, token in given.items() if not is_empty(token)}
+    if kept.pop("pad_token", None) is not None and not kept:
+        why = "not needed: padding is neither attended to nor trained"
+        account.leaves("special_tokens", why)
+    values["special_tokens"] = kept or None
 
 
 def _translate_schedule(values: dict[str, Any], account: Account) -> None:
@@ -178,8 +187,26 @@ def _as_ratio(least: Any, values: Mapping[str, Any]) -> float | None:
         ) from None
 
 
+def _count_unsaid(values: dict[str, Any], account: Account) -> None:
+    """Every so many steps, but not how many: what transformers takes then."""
+    logged = values.get("logging_steps")
+    if isinstance(logged, bool) or not isinstance(logged, int | float) or logged <= 0:
+        logged = None
+    for what, other in (("eval", logged), ("save", None)):
+        steps = f"{what}_steps"
+        if values.get(f"{what}_strategy") != "steps" or values.get(f"{what}s_per_epoch"):
+            continue
+        if values.get(steps) in (None, False):
+            values[steps] = other or _UNSAID_STEPS
+            account.adds(f"{what}_strategy", steps)
+            why = "logging_steps, as" if other else "as"
+            account.say(f"{steps}: {values[steps]:g} ({why} nothing else is said)")
+
+
 def _translate_counts(values: dict[str, Any], account: Account) -> None:
     """Numbers that mean none, and steps beside another way to say when."""
+    if values.get("neftune_noise_alpha") == 0:
+        values["neftune_noise_alpha"] = None
     for field in ("eval_steps", "save_steps", "max_steps", "save_total_limit", "val_size"):
         value = values.get(field)
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
@@ -202,11 +229,38 @@ def _translate_counts(values: dict[str, Any], account: Account) -> None:
         account.say(f"logging_steps: {every:g} is 1: a share of all steps is not known yet")
 
 
+def _translate_adapter(values: dict[str, Any], account: Account) -> None:
+    """What an adapter is put on, as names."""
+    targets = values.get("target_modules")
+    if isinstance(targets, list) and targets in (["all"], ["all-linear"]):
+        targets = "all-linear"
+    if isinstance(targets, str):
+        values["target_modules"] = _targets(targets)
+    for field in ("modules_to_save", "target_parameters"):
+        if isinstance(values.get(field), str):
+            values[field] = _names(values[field])
+    if account.has("use_gradient_checkpointing", "model_name", "embedding_learning_rate"):
+        _train_embeddings(values, account)
+
+
 def _targets(text: str) -> str | list[str]:
     if text in ("all", "all-linear"):
         return "all-linear"
     # A comma list is names; anything else may be a regular expression, which peft reads itself.
     return _names(text) if "," in text or text.isidentifier() else text
+
+
+def _train_embeddings(values: dict[str, Any], account: Account) -> None:
+    """Embedding and head among an adapter's targets: unsloth trains these whole."""
+    named = values.get("target_modules")
+    whole = [name for name in named if name in _WHOLE] if isinstance(named, list | tuple) else []
+    if named is None or not whole:
+        return
+    values["target_modules"] = [name for name in named if name not in whole]
+    kept = values.get("modules_to_save") or []
+    values["modules_to_save"] = [*kept, *(name for name in whole if name not in kept)]
+    account.adds("target_modules", "modules_to_save")
+    account.say(f"modules_to_save: {', '.join(whole)} (unsloth trains these whole)")
 
 
 def _names(text: str) -> list[str]:

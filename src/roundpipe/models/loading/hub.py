@@ -220,7 +220,10 @@ def _weights(folder: Path, names: Iterable[str], what: str) -> list[str]:
     if explicit is None:
         explicit = _ONE_FILE if _ONE_FILE in names else INDEX
     if not isinstance(explicit, str) or not is_plain(explicit):
-        raise ConfigError(f"a file outside the model's folder: {what}: {explicit!r}")
+        raise ConfigError(
+            f"a file outside the model's folder: {what}: {explicit!r}\n"
+            "hint: transformers_weights of config.json names a file beside it, or is left out"
+        )
     if explicit.endswith(".safetensors"):
         found = [explicit]
     elif (folder / explicit).is_file():

@@ -201,7 +201,10 @@ def _entry(path: Path, name: str, fields: Any, start: int) -> FileTensor:
 def _listed(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
     """The files that an index names, and the tensors that it says are in each."""
     if not is_plain(name):
-        raise ConfigError(f"a file outside the model's folder: {folder}: {name!r}")
+        raise ConfigError(
+            f"a file outside the model's folder: {folder}: {name!r}\n"
+            "hint: transformers_weights of config.json names a file beside it, or is left out"
+        )
     if name.endswith(".safetensors"):
         _require(folder, [name])
         return {name: ()}

@@ -108,7 +108,7 @@ NEEDLESS = {
 REFUSED = {
     "use a tokenizer that has them; no token is added to a vocabulary": """
         added_tokens added_tokens_overrides fix_untrained_tokens mean_resizing_embeddings
-        resize_token_embeddings_to_32x shrink_embeddings tokenizer_use_mistral_common tokens""",
+        resize_token_embeddings_to_32x shrink_embeddings tokenizer_use_mistral_common""",
     "leave it out: training starts from a model's weights": "reinit_weights",
     "leave it out: no code from outside is loaded": "trainer_cls",
     "leave it out: only supervised fine-tuning": """

@@ -18,7 +18,7 @@ NEEDLESS = {
     "only text is trained": """
         audio_sampling_rate crop_to_patches freeze_multi_modal_projector freeze_vision_tower
         image_do_pan_and_scan image_max_pixels image_min_pixels media_dir use_audio_in_video
-        video_fps video_max_pixels video_maxlen video_min_pixels""",
+        video_fps video_max_pixels video_maxlen video_min_pixels visual_inputs""",
     "the model's own chat template says it": "enable_thinking preserve_thinking tool_format",
     "tokens are kept on disk and read from there": """
         buffer_size data_shared_file_system preprocessing_batch_size tokenized_path""",

@@ -7,6 +7,9 @@ NEEDLESS = {
         accelerator_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph
         ddp_timeout local_rank log_level_replica log_on_each_node parallelism_config ray_scope
         save_on_each_node tpu_num_cores""",
+    "one process drives every device, started without a launcher": """
+        accelerate_config machine_rank main_process_ip main_process_port main_training_function
+        nnodes node_rank nproc_per_node num_machines num_processes rdzv_backend""",
     "a parameter without gradient is legal": "ddp_find_unused_parameters",
     "weights and optimizer state live in host memory anyway": """
         activation_offloading deepspeed device_map fsdp fsdp_config fsdp_min_num_params
@@ -17,7 +20,7 @@ NEEDLESS = {
         gradient_checkpointing_kwargs""",
     "dtype says what is computed in": """
         bf16_full_eval bnb_4bit_compute_dtype fp16_backend fp16_full_eval fp16_opt_level
-        half_precision_backend""",
+        half_precision_backend mixed_precision""",
     "full precision is used": "tf32",
     "weights in 4 bits are NF4 in bytes, their scales quantised too": """
         bnb_4bit_quant_storage bnb_4bit_use_double_quant double_quantization
@@ -78,7 +81,7 @@ REFUSED = {
         "adafactor optim_args"
     ),
     "leave it out: the loss is the plain mean over trained tokens": "label_smoothing_factor",
-    "leave it out, or eval_strategy=steps eval_steps=N": "eval_delay",
+    "leave it out: eval_steps says when": "eval_delay",
     "leave it out: this command trains, and sample_prompts are answered after it": "do_predict",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 NEEDLESS = {
     "a batch is padded to its longest sample": "pad_to_multiple_of padding_free",
     "padding is neither attended to nor trained": "pad_token",
-    "the chat template says what ends a turn": "eos_token",
     "a row is packed with whole samples": "packing_strategy",
     "evaluation is packed as training is": "eval_packing",
     "train_sampling_strategy says the order": "shuffle_dataset",
@@ -48,6 +47,9 @@ REFUSED = {
     "leave it out: the chat template gets messages and tools alone": "chat_template_kwargs",
     "finetuning_type=qlora: weights in 4 bits are NF4": "bnb_4bit_quant_type quantization_type",
     "set these in the environment of the command": "env",
+    "dataset='[{path: ID, split: train_sft, weight: 0.5}]'": """
+        dataset_configs dataset_mixer dataset_splits dataset_weights""",
+    "write it into the system column of the dataset": "system_prompt",
 }
 
 NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -1,0 +1,206 @@
+"""Break one mechanism of training runs at a time, and have quick tests of the suite notice.
+
+What a checkpoint, a packed row or a retention rule lacks, a run goes on without: to other bits, to
+other samples, without its best weights. Each mechanism here is a piece of a function's source and
+what stands in its place; the function gets the code of the changed source, so that everybody who
+has imported it runs that. Its tests run in this process and must pass while nothing is broken.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import textwrap
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roundpipe.chain import Chain
+from roundpipe.checkpoint import find, manifest
+from roundpipe.checkpointing import Checkpointing
+from roundpipe.finetune.data.collate import collate
+from roundpipe.finetune.data.order import Order, _Part
+from roundpipe.finetune.run.evaluate import evaluate
+from roundpipe.finetune.run.saving import Saver
+from roundpipe.finetune.run.training import Training
+from roundpipe.store.reading import Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+BESIDE = "checkpoint/test_beside_training.py::test_"
+GOING_ON = "checkpoint/test_going_on.py::test_"
+SAME_BITS = GOING_ON + "a_run_that_was_stopped_ends_in_the_same_bits[adamw]"  # at staleness 1
+FIND = "checkpoint/test_find.py::test_"
+SAVING = "finetune/run/test_saving.py::test_"
+PACKED = (
+    "finetune/data/test_collate.py::"
+    "test_packed_samples_count_from_zero_each_and_their_first_token_is_no_label"
+)
+HALF = "finetune/data/test_order.py::test_half_of_a_part_is_another_half_in_the_next_epoch"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """``old`` stands once in the function's source, and ``new`` breaks it; ``tests`` of `TESTS`."""
+
+    function: Any
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MECHANISMS = {
+    "a layer changes while it is written": Mechanism(
+        Reading.wait,
+        "self._over.wait()",
+        "pass",
+        (
+            BESIDE + "the_next_step_runs_forward_and_backward_while_the_writer_stands_still",
+            BESIDE + "optimizers_that_are_not_ours_wait_too",
+        ),
+    ),
+    "late weights are saved as the newest": Mechanism(
+        Chain.late_weights,
+        "name: views[name] for name",
+        "name: layer.newest(name).detach() for name",
+        (SAME_BITS,),
+    ),
+    "draws begin anew where a run goes on": Mechanism(
+        Checkpointing._go_on_from,
+        "self._num_calls.made, self._num_passes.made = progress.calls, progress.passes",
+        "pass",
+        (SAME_BITS,),
+    ),
+    "torch's own draws go on elsewhere": Mechanism(
+        Checkpointing._go_on_from, "torch.set_rng_state(opened.random)", "pass", (SAME_BITS,)
+    ),
+    "the scheduler is not put back": Mechanism(
+        Checkpointing.load_checkpoint,
+        "thing.load_state_dict(opened.document[name])",
+        "pass",
+        (SAME_BITS,),
+    ),
+    "a corrupt file is taken": Mechanism(
+        manifest._compared,
+        "fingerprint(path, count) != said",
+        "fingerprint(path, count).num_bytes != said.num_bytes",
+        (FIND + "every_file_that_is_cut_flipped_or_missing_is_named",),
+    ),
+    "the last whole checkpoint is dropped": Mechanism(
+        find.drop_old,
+        "if not any(map(_looks_whole, kept)):",
+        "if False:",
+        (FIND + "the_oldest_go_and_the_last_good_one_never",),
+    ),
+    "the best checkpoint is dropped": Mechanism(
+        Saver._done,
+        "[self.path(best)] if",
+        "[] if",
+        (SAVING + "the_oldest_go_but_never_the_best_which_is_the_result",),
+    ),
+    "the best is forgotten where a run goes on": Mechanism(
+        Training.restore,
+        'self.best.restore(state["best"])',
+        "pass",
+        (SAVING + "the_best_may_lie_beside_the_checkpoint_that_was_named",),
+    ),
+    "smaller microbatches are forgotten": Mechanism(
+        Training.restore,
+        'self.splitting.restore(state["splitting"])',
+        "pass",
+        (
+            "finetune/run/test_retry.py::"
+            "test_a_run_goes_on_in_smaller_microbatches_and_is_gone_on_with_in_these",
+        ),
+    ),
+    "positions run on in a packed row": Mechanism(
+        collate, "np.arange(stop - start)", "np.arange(start, stop)", (PACKED,)
+    ),
+    "the first label of a sample is trained": Mechanism(
+        collate, "labels[at, start : start + 1] = IGNORED", "pass", (PACKED,)
+    ),
+    "the weight of a part is ignored": Mechanism(
+        _Part.of,
+        "round(weight * count)",
+        "count",
+        (HALF,),
+    ),
+    "each epoch takes the same of a part": Mechanism(
+        Order._at,
+        "stream = epoch * part.taken + places[here] - start",
+        "stream = places[here] - start",
+        (HALF,),
+    ),
+    "an evaluation is a mean of means": Mechanism(
+        evaluate,
+        'count := count_trained_tokens(batch["labels"])',
+        'count := min(1, count_trained_tokens(batch["labels"]))',
+        (
+            "finetune/run/test_evaluate.py::"
+            "test_the_loss_is_the_mean_over_tokens_however_the_samples_are_cut",
+        ),
+    ),
+}
+
+
+@contextmanager
+def broken(mechanism: Mechanism) -> Iterator[None]:
+    """Have the function run the changed source inside."""
+    function = getattr(mechanism.function, "__func__", mechanism.function)
+    assert isinstance(function, FunctionType), function
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(mechanism.old) != 1:
+        raise RuntimeError(f"not once in {function.__qualname__}: {mechanism.old}")
+    changed = source.replace(mechanism.old, mechanism.new)
+    made: dict[str, Any] = {}
+    exec(compile(changed, "<broken>", "exec"), {**function.__globals__}, made)
+    other = made[function.__name__]
+    original = function.__code__
+    function.__code__ = getattr(other, "__func__", other).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = original
+
+
+class Failed:
+    """A plugin of pytest that notes which test failed."""
+
+    name: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note one."""
+        if report.failed:
+            self.name = self.name or report.nodeid
+
+
+def failing(tests: Sequence[str], breaking: Any = None) -> str | None:
+    """The first of these tests that fails. Raises RuntimeError if they cannot be run."""
+    failed, said = Failed(), io.StringIO()
+    options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
+    with breaking if breaking is not None else nullcontext(), redirect_stdout(said):
+        code = pytest.main([*options, *(str(TESTS / test) for test in tests)], plugins=[failed])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"tests were not run: {', '.join(tests)}\n{said.getvalue()}")
+    return failed.name
+
+
+def break_each_of_runs(only: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yield each mechanism whose name contains ``only``, and whose tests noticed it broken.
+
+    Raises RuntimeError if a test fails with nothing broken.
+    """
+    chosen = {name: each for name, each in MECHANISMS.items() if only in name}
+    wrong = failing(list(dict.fromkeys(test for each in chosen.values() for test in each.tests)))
+    if wrong is not None:
+        raise RuntimeError(f"with nothing broken: {wrong}")
+    for name, mechanism in chosen.items():
+        noticed = failing(mechanism.tests, broken(mechanism))
+        yield name, noticed and Path(noticed.partition("::")[0]).name
