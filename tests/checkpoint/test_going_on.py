@@ -233,7 +233,6 @@ def test_a_disk_that_fails_while_weights_are_read_leaves_them_marked_as_mixed(
 def test_a_thread_that_cannot_be_started_holds_nothing_up(tmp_path, training, monkeypatch):
     made = training().step(1)
     with monkeypatch.context() as patch:
-
         whole = threading.Thread.start
 
         def start(thread):
