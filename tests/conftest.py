@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 # than the machine would otherwise spin while they wait for each other: half the time of tests.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell starts background jobs with signals ignored, and what is ignored at the start stays so.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 
 # The same examples on every run and every machine; this machine's speed is not a failure.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
