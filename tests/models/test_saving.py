@@ -242,8 +242,8 @@ def test_a_group_that_cannot_be_converted_alone_is_converted_with_all(monkeypatc
         return made if len(state) > 30 else dict(list(made.items())[1:])
 
     monkeypatch.setattr(saving, "_reverted", crossing)
-    with saving._mapping_of(model):
-        assert len(saving._groups(model, saving._stripped(model))) == 1
+    model = saving._with_mapping(model)
+    assert len(saving._groups(model, saving._stripped(model))) == 1
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
