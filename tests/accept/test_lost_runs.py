@@ -6,7 +6,6 @@ nobody disturbed.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -15,12 +14,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from tests.finetune import tiny_model
 
 pytestmark = [
     pytest.mark.accept,
@@ -46,21 +43,11 @@ save_steps: 2
 """
 
 
-def tiny() -> ModuleType:
-    path = ROOT / "tests" / "finetune" / "tiny_model.py"
-    spec = importlib.util.spec_from_file_location("tiny_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
-    tiny().write_tiny_folder(folder / "base")
-    tiny().write_tiny_data(folder / "data.jsonl", count=14)
+    tiny_model.write_tiny_folder(folder / "base")
+    tiny_model.write_tiny_data(folder / "data.jsonl", count=14)
     (folder / "my.yaml").write_text(CONFIG)
     return folder
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.finetune import tiny_tokenizer as tiny
 
 from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.data.dataset import (
@@ -22,23 +22,8 @@ from roundpipe.finetune.settings.config import make_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import ModuleType
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "tiny_tokenizer", Path(__file__).parents[1] / "tiny_tokenizer.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load()
 
 
 @pytest.fixture(scope="module")

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.finetune import tiny_tokenizer as tiny
+from tests.finetune.data import chat_templates as family
 
 from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.data.encode import encode, prepare
 from roundpipe.finetune.data.template import use_chat_template
 from roundpipe.finetune.settings.config import make_config
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load(Path(__file__).parents[1] / "tiny_tokenizer.py")
-family = _load(Path(__file__).with_name("chat_templates.py"))
 _BASE: list[Any] = []
 
 
@@ -129,6 +114,20 @@ def test_a_call_of_a_tool_and_the_answer_to_it_are_both_trained() -> None:
         assert "It is." in trained[1]
     assert "the template leaves out the tools" in oddities(family.QWEN3, row)
     assert not oddities(family.LLAMA3, row)
+
+
+def test_an_answer_whose_call_the_template_leaves_out_is_not_trained() -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    row = said(
+        ("user", "q"),
+        ("assistant", {"content": "", "tool_calls": [call]}),
+        ("user", "warm"),
+        ("assistant", "It is."),
+    )
+    trained = [run for found in runs(family.PHI, row) for run in found]
+    assert len(trained) == 1  # else the model would learn to end its turn at once
+    assert trained[0].startswith("It is.")
+    assert any("calls of tools" in oddity for oddity in oddities(family.PHI, row))
 
 
 def test_several_answers_in_a_row_an_empty_one_and_an_open_question() -> None:

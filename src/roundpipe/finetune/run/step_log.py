@@ -142,7 +142,7 @@ class StepLog:
         problem = self._count_skipped(record, result)
         is_last = record.step == self._total_steps
         if record.step % self._logging_steps == 0 or is_last:
-            self._write(record, result)
+            self._write()
         if problem is not None:
             raise RoundPipeError(problem)
 
@@ -199,8 +199,15 @@ class StepLog:
 
     # ---- records
 
-    def _write(self, record: StepRecord, result: PendingStep) -> None:
+    def finish(self) -> None:
+        """Write the steps since the last record, where a run ends before the next is due."""
+        self.settle()
+        if self._unlogged:
+            self._write()
+
+    def _write(self) -> None:
         steps, self._unlogged = self._unlogged, []
+        record = steps[-1]
         mean = replace(
             record,
             loss=sum(s.loss for s in steps) / len(steps),
@@ -222,7 +229,7 @@ class StepLog:
                 "seconds": round(mean.seconds, 3),
             }
             | self._machine(figures)
-            | ({"skipped": True} if result.skipped else {})
+            | ({"skipped": True} if self._totals.skipped_in_a_row else {})
             | ({"num_skipped": self.num_skipped} if self.num_skipped else {})
         )
         if self._progress is not None:

@@ -98,6 +98,7 @@ def run_steps(run: Run) -> None:
         training.settle()
         stop.check()
         if training.done < total:
+            training.log.finish()
             progress.say(_stopped_early(training))
 
 
