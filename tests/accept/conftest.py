@@ -19,6 +19,12 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _bars_without_a_thread(monkeypatch):
+    """Bars of other libraries that run for ten seconds would leave a watching thread behind."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """The functions of ``tests/numbers/smollm2.py``."""
