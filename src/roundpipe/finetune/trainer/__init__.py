@@ -1,0 +1,1 @@
+"""A Trainer for scripts written for Hugging Face."""

@@ -1,0 +1,1 @@
+"""What is done with a result: opening it, merging, chatting, evaluating."""
