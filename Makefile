@@ -4,6 +4,7 @@
 #   make quickstart   fine-tune a small language model on this machine and ask it a question
 #   make test         the whole test suite
 #   make check        format, lint, types, import contracts
+#   make docs         the documentation as a site, in build/docs; a warning is an error
 #   make accept       what is slower than a test may be, and the benchmark
 #   make mutants      drop each wait and guard of a small schedule, break mechanisms, show what noticed
 #   make dist         build a wheel, install it in a fresh environment, run the README's example
@@ -24,7 +25,7 @@ CODE   := $(wildcard src tests benchmarks scripts)
 ONE_THREAD := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST_ARGS ?=
 
-.PHONY: quickstart test check accept mutants dist setup clean
+.PHONY: quickstart test check docs accept mutants dist setup clean
 
 quickstart: $(READY)
 	@$(BIN)/roundpipe train examples/quickstart.yaml
@@ -37,6 +38,10 @@ check: $(READY)
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+docs: $(READY)
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -c docs . build/docs
+	@echo "docs: build/docs/index.html"
 
 accept: $(READY)
 	@$(ONE_THREAD) $(BIN)/python -m pytest -m accept --timeout=3600 -q -s $(PYTEST_ARGS)

@@ -11,32 +11,37 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.pages import AFTER, NOT_RUN, PAPERS, ROOT, Block, all_blocks, as_script, blocks_of
 
-ROOT = Path(__file__).parent.parent
-PAPERS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 QUICKSTART = ROOT / "examples" / "quickstart.jsonl"
 STEP = re.compile(r"(\d+) ([-+x/]) (\d+) = (\d+)")
 RESULT_OF = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.floordiv}
 
 
+REASONS = re.compile(r"needs (a card|the hub|time|[\w.-]+)|shows your own folder")
+SEEN = {"a card": ("card", "GPU"), "the hub": ("hub", "download"), "time": ("hour", "time")}
+
+
 def blocks(language: str) -> list[object]:
     """Every fenced block of one language in the docs, as parameters named by file and line."""
-    found: list[object] = []
-    for path in PAPERS:
-        text = path.read_text()
-        for match in re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            line = text[: match.start()].count("\n") + 1
-            found.append(pytest.param(match[1], id=f"{path.relative_to(ROOT)}:{line}"))
-    return found
+    found = [block for block in all_blocks() if block.language == language]
+    return [pytest.param(block, id=block.name) for block in found]
 
 
 def commands() -> list[object]:
     """Every `roundpipe` line of the shell blocks, as words without the program's name."""
     found: list[object] = []
     for path in PAPERS:
-        for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
-            for line in block.splitlines():
+        variables: dict[str, str] = {}
+        for block in blocks_of(path):
+            if block.language != "sh":
+                continue
+            for line in block.text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
+                if words and (match := re.fullmatch(r"(\w+)=(.*)", words[0])):
+                    variables[match[1]] = match[2]
+                for name, value in variables.items():
+                    words = [word.replace(f"${name}", value) for word in words]
                 if words[:1] == ["roundpipe"]:
                     found.append(pytest.param(words[1:], id=f"{path.name}: {' '.join(words)}"))
     return found
@@ -62,18 +67,20 @@ def quickstart_samples() -> list[dict[str, str]]:
     return [json.loads(line) for line in QUICKSTART.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("block", blocks("python"))
 def test_a_python_block_in_the_docs_runs(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "block", "exec"), {"__name__": "__main__"})
+    code = compile(block.text, block.name, "exec")
+    if not block.reason and block.mark != AFTER:  # those after others run as part of their page
+        monkeypatch.chdir(tmp_path)
+        exec(code, {"__name__": "__main__"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", blocks("console"))
+@pytest.mark.parametrize("block", blocks("console"))
 def test_a_command_in_the_docs_prints_what_stands_below_it(
-    text: str,
+    block: Block,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -81,7 +88,7 @@ def test_a_command_in_the_docs_prints_what_stands_below_it(
     from roundpipe.cli import main
 
     monkeypatch.chdir(tmp_path)
-    command, _, below = text.partition("\n")
+    command, _, below = block.text.partition("\n")
     words = shlex.split(command.removeprefix("$ roundpipe "))
     assert main(words) == (3 if "does not fit" in below else 0)
     printed, shown = capsys.readouterr().out.splitlines(), below.splitlines()
@@ -103,7 +110,7 @@ def test_a_command_in_the_docs_is_understood(
 
     monkeypatch.chdir(tmp_path)
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert words[0] in known
+    assert words[0] in known or words == ["--version"] or words[-1] == "--help"
     options = {"why", "json", "trace", "html"}
     if words[0] == doctor.__name__:
         from roundpipe.cli.doctor import read_wish as read_doctors
@@ -131,28 +138,77 @@ def test_every_machine_in_the_docs_is_one() -> None:
         assert parse_machine(text.rstrip(".,")).num_devices >= 1
 
 
-@pytest.mark.parametrize("text", blocks("yaml"))
-def test_a_machine_file_or_a_config_in_the_docs_is_read(text: str) -> None:
+MODEL_KEYS = {"model", "model_name_or_path", "base_model"}
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_a_machine_file_or_a_config_in_the_docs_is_read(block: Block) -> None:
     from roundpipe.finetune.settings.config import make_config
     from roundpipe.plan import machine_of
 
-    values = yaml.safe_load(text)
-    if "dataset" not in values:
+    values = yaml.safe_load(block.text)
+    if not values.keys() & (MODEL_KEYS | {"dataset", "datasets"}):
         assert machine_of(values).num_devices >= 1
         return
-    config, _ = make_config({"model": "m", **values})
+    given = {} if values.keys() & MODEL_KEYS else {"model": "m"}
+    config, _ = make_config({**given, **values})
     assert config.dataset
 
 
-@pytest.mark.parametrize("text", blocks("json"))
-def test_the_values_of_a_plan_in_the_docs_are_its_keys(text: str) -> None:
+@pytest.mark.parametrize("block", blocks("json"))
+def test_the_values_of_a_plan_in_the_docs_are_its_keys(block: Block) -> None:
     from roundpipe.report.forecast import Forecast
 
-    shown = json.loads(text)
+    shown = json.loads(block.text)
+    if block.file:  # a file of the reader's
+        return
     amounts = dict.fromkeys(("device", "pinned_host", "pageable_host", "disk"), 0)
     made = Forecast(title="", needs=(), bytes=amounts, longest=0).as_values()
     assert list(shown) == list(made)
     assert list(shown["bytes"]) == list(amounts)
+
+
+@pytest.mark.parametrize("block", blocks("jsonl"))
+def test_each_line_of_data_in_the_docs_is_one_sample(block: Block) -> None:
+    for line in block.text.splitlines():
+        assert isinstance(json.loads(line), dict)
+
+
+def test_a_block_that_is_not_run_says_why_also_to_a_reader() -> None:
+    for block in all_blocks():
+        if not block.mark.startswith(NOT_RUN):
+            # A mark that is misspelt would be no mark.
+            assert block.mark in ("", AFTER), f"{block.name}: {block.mark}"
+            continue
+        reason = REASONS.fullmatch(block.reason)
+        assert reason is not None, f"{block.name}: {block.reason}"
+        words = SEEN.get(reason[1] or "", (reason[1] or "",))
+        said = (block.section + block.text).lower()
+        assert any(word.lower() in said for word in words), f"{block.name}: {block.reason}"
+
+
+def test_a_page_becomes_the_script_that_its_reader_would_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\nWrite `data/my.jsonl`:\n\n```jsonl\n{}\n```\n\n```sh\n"
+        "NAME=a\nexit 3  # exit code 3\n```\n\n<!-- not run: needs a card -->\n```sh\nbad\n```\n\n"
+        "<!-- after the blocks above -->\n```python\nprint(1)\n```\n\n```python\nalone\n```\n"
+    )
+    script = as_script(page, "python")
+    assert "mkdir -p data\ncat > data/my.jsonl <<'END_OF_BLOCK_0'\n{}\nEND_OF_BLOCK_0" in script
+    assert 'exit 3 || code=$?; test "${code:-0}" = 3; unset code' in script
+    assert "python - <<'END_OF_BLOCK_3'\nprint(1)" in script
+    assert "bad" not in script
+    assert "alone" not in script
+
+
+def test_the_site_lists_every_page_once() -> None:
+    listed = re.findall(
+        r"^- \[[^]]*\]\(([^)#:]+)\)", (ROOT / "docs" / "index.md").read_text(), re.M
+    )
+    assert len(set(listed)) == len(listed)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - set(listed) == set()
 
 
 def test_the_table_of_models_in_the_readme_has_every_model_and_method() -> None:
@@ -176,12 +232,6 @@ def test_an_index_names_every_file_beside_it(index: str) -> None:
     assert beside
     missing = {name for name in beside if name not in path.read_text()}
     assert not missing
-
-
-@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_to_files_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
-        assert (path.parent / target).exists(), target
 
 
 def test_the_readme_has_a_library_example_of_about_twelve_lines() -> None:

@@ -122,6 +122,48 @@ def init(context: typer.Context) -> None:
 
 
 @app.command(
+    context_settings=_RAW,
+    options_metavar="RUN [key=value …]",
+    help="Talk with a model, or have it answer prompts. RUN is the folder of a run, a checkpoint "
+    "in it, a model or an adapter: a folder, a hub id or a GGUF file.",
+    epilog="roundpipe chat out",
+)
+def chat(context: typer.Context) -> None:
+    """Talk with a model."""
+    _guarded(lambda: _chat(context.args))
+
+
+@app.command(
+    "eval",
+    context_settings=_RAW,
+    options_metavar="RUN [key=value …]",
+    help="Score a model on data: loss and perplexity, and with answer_pattern (a regular "
+    "expression with one group) how many of its answers match. RUN as for chat; without dataset=… "
+    "the evaluation data of the run.",
+    epilog="roundpipe eval out dataset=test.jsonl",
+)
+def evaluate(context: typer.Context) -> None:
+    """Score a model on data."""
+    _guarded(lambda: _eval(context.args))
+
+
+@app.command(
+    context_settings=_RAW,
+    options_metavar="RUN [output_dir=FOLDER] [dtype=…] [base=dequantized|original]",
+    help="Put an adapter into its base model: one model that everything loads. RUN as for chat. "
+    "Written to FOLDER, or to merged in the run's folder. base=original merges an adapter trained "
+    "over 4 bits into the weights of before.",
+    epilog="roundpipe merge out output_dir=merged",
+)
+def merge(context: typer.Context) -> None:
+    """Put an adapter into its base model."""
+    _guarded(lambda: _merge(context.args))
+
+
+app.command("export", context_settings=_RAW, hidden=True, help="The same as merge.")(merge)
+
+
+@app.command(
     help="Print the keys of a config as JSON schema: type, default, meaning, other names. Editors "
     "check a config against it: # yaml-language-server: $schema=FILE"
 )
@@ -178,6 +220,27 @@ def _train(arguments: list[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     from roundpipe.cli.plan import run  # noqa: PLC0415, pydantic
+
+    return run(arguments, environment=os.environ)
+
+
+def _chat(arguments: list[str]) -> int:
+    _refuse_launchers()
+    from roundpipe.cli.chat import run  # noqa: PLC0415, pydantic
+
+    return run(arguments, environment=os.environ)
+
+
+def _eval(arguments: list[str]) -> int:
+    _refuse_launchers()
+    from roundpipe.cli.eval import run  # noqa: PLC0415, pydantic
+
+    return run(arguments, environment=os.environ)
+
+
+def _merge(arguments: list[str]) -> int:
+    _refuse_launchers()
+    from roundpipe.cli.merge import run  # noqa: PLC0415, pydantic
 
     return run(arguments, environment=os.environ)
 

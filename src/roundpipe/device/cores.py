@@ -34,15 +34,16 @@ def usable_cores() -> int:
     return count_cores(cpus)
 
 
-def count_cores(cpus: Collection[int], root: Path = Path("/")) -> int:
+def count_cores(cpus: Collection[int], root: Path = Path("/"), *, quota: bool = True) -> int:
     """Physical cores that ``cpus`` belong to, within the quota of time that a container has.
 
-    A CPU of which the kernel does not say whose sibling it is counts as a core.
+    A CPU of which the kernel does not say whose sibling it is counts as a core. ``quota`` False:
+    all of them, as if there were no such quota.
     """
     folder = root / "sys/devices/system/cpu"
     cores = {_text(folder / f"cpu{n}/topology/thread_siblings_list") or f"{n}" for n in cpus}
-    quota = _quota(root / "sys/fs/cgroup")
-    return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
+    given = _quota(root / "sys/fs/cgroup") if quota else None
+    return max(1, len(cores) if given is None else min(len(cores), math.ceil(given)))
 
 
 def _quota(folder: Path) -> float | None:

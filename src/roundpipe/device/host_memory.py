@@ -50,6 +50,7 @@ class HostMemory:
     machine_bytes: int
     limited_by: str = ""
     swap_bytes: int = 0  # free on the machine, for those who would rather be slow
+    swapped_bytes: int = 0  # of the machine, that lie on the disk now
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
@@ -57,7 +58,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
     machine = _meminfo(root)
     if machine is None:
         return None
-    total, available, swap = machine
+    total, available, swap, swapped = machine
     usable, free, limited_by = total, available, ""
     for group, version in _groups(root):
         limit = _limit(group, version)
@@ -68,7 +69,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
         free = min(free, max(0, limit - _used(group, version)))
     if not limited_by and is_wsl(root):
         limited_by = "WSL: memory in .wslconfig"
-    return HostMemory(usable, free, total, limited_by, swap)
+    return HostMemory(usable, free, total, limited_by, swap, swapped)
 
 
 def used_bytes(root: Path = Path("/")) -> int | None:
@@ -85,15 +86,22 @@ def is_wsl(root: Path = Path("/")) -> bool:
     return "microsoft" in _text(root / "proc/version").lower()
 
 
-def _meminfo(root: Path) -> tuple[int, int, int] | None:
-    """Total and available bytes, and free ones of swap."""
+def huge_pages(root: Path = Path("/")) -> str:
+    """Whether the kernel gives large pages to those who ask: always, madvise, never; "": unsaid."""
+    found = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return found.group(1) if found else ""
+
+
+def _meminfo(root: Path) -> tuple[int, int, int, int] | None:
+    """Total and available bytes, free and used ones of swap."""
     text = _text(root / "proc/meminfo")
     found = {key: int(kib) * 1024 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
     if "MemTotal" not in found:
         return None
     total = found["MemTotal"]
     available = found.get("MemAvailable", found.get("MemFree", total))
-    return total, available, found.get("SwapFree", 0)
+    swap = found.get("SwapFree", 0)
+    return total, available, swap, found.get("SwapTotal", swap) - swap
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     Run = Callable[[Sequence[str]], str | None]
 
 _SECONDS = 10.0
+_LOST_WORDS = "ecc.errors.uncorrected.volatile.total"
+_REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")
+_SWITCHES = {"Enabled": True, "Disabled": False}
+_SLOWERS = {
+    "hw_thermal_slowdown": "its heat",
+    "sw_thermal_slowdown": "its heat",
+    "hw_power_brake_slowdown": "the power supply's alarm",
+}
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,20 @@ class Process:
 
 @dataclass(frozen=True)
 class CardState:
-    """Watts; None: not told."""
+    """Watts and counts; None: not told."""
 
     power_limit: float | None
     power_default: float | None
+    is_kept_ready: bool | None = None  # the driver stays loaded between programs
+    lost_words: int | None = None  # errors of its memory that could not be corrected
+
+
+@dataclass(frozen=True)
+class Slowed:
+    """What holds a card back while it works, in words; ``degrees`` Celsius or None."""
+
+    by: tuple[str, ...]
+    degrees: float | None
 
 
 def run_tool(command: Sequence[str]) -> str | None:
@@ -50,10 +68,37 @@ def card_states(run: Run = run_tool) -> dict[str, CardState] | None:
     text = _query(run, "gpu", ("pci.bus_id", "power.limit", "power.default_limit"))
     if text is None:
         return None
-    return {
-        _bus(bus): CardState(_number(limit), _number(default))
-        for bus, limit, default in _rows(text, 3)
-    }
+    # Asked apart: a driver that does not know one field answers none of its question.
+    more = _query(run, "gpu", ("pci.bus_id", "persistence_mode", _LOST_WORDS)) or ""
+    known = {_bus(bus): (ready, lost) for bus, ready, lost in _rows(more, 3)}
+    states = {}
+    for bus, limit, default in _rows(text, 3):
+        ready, lost = known.get(_bus(bus), ("", ""))
+        words = _number(lost)
+        states[_bus(bus)] = CardState(
+            _number(limit),
+            _number(default),
+            is_kept_ready=_SWITCHES.get(ready),
+            lost_words=None if words is None else int(words),
+        )
+    return states
+
+
+def what_slows(run: Run = run_tool) -> dict[str, Slowed]:
+    """What holds back each card now, by place on the bus; asked while they work."""
+    for reasons in _REASONS:  # newer drivers have another name for the same
+        fields = tuple(f"{reasons}.{name}" for name in _SLOWERS)
+        text = _query(run, "gpu", ("pci.bus_id", "temperature.gpu", *fields))
+        rows = _rows(text or "", 2 + len(fields))
+        if rows:
+            return {_bus(row[0]): Slowed(_active(row[2:]), _number(row[1])) for row in rows}
+    return {}
+
+
+def _active(told: Sequence[str]) -> tuple[str, ...]:
+    """The words of the reasons that are active, each once."""
+    pairs = zip(_SLOWERS.values(), told, strict=True)
+    return tuple(dict.fromkeys(words for words, state in pairs if state == "Active"))
 
 
 def processes(run: Run = run_tool) -> dict[str, list[Process]] | None:

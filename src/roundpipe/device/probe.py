@@ -12,9 +12,10 @@ loads code and touches memory. Works are timed by the device, so host Python is 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from roundpipe.device.api import Device, Timing
 
+Answer = TypeVar("Answer")
 _COMPUTE, _UP, _DOWN = "compute", "weights", "gradients"
 _LEAST_TIMES = 3
 _DTYPES = {
@@ -122,6 +124,17 @@ class Probe:
         down = num_bytes / self.median_seconds(downs, stream=_DOWN)
         both = self._both_ways(ups, downs)
         return LinkRates(up, down, *(num_bytes / seconds for seconds in both))
+
+    def busy_while(self, question: Callable[[], Answer], *, seconds: float = 2.0) -> Answer:
+        """The answer to ``question`` while the device computes, at least ``seconds`` of work."""
+        work, each = self._product("fp32", min(2048, self.effort.matrix_size))
+        assert work is not None, "every device has fp32"
+        for _ in range(math.ceil(seconds / each)):
+            self._do(_COMPUTE, work)
+        try:
+            return question()
+        finally:
+            self._finish(_COMPUTE)
 
     def round_trip_is_intact(self, *, times: int = 3) -> bool:
         """Whether random bytes come back from the device as they went, every time."""

@@ -60,6 +60,10 @@ class DeviceReadings:
     power_limit: float | None = None
     power_default: float | None = None
     processes: tuple[OtherProcess, ...] = ()
+    is_kept_ready: bool | None = None  # its driver stays loaded between programs
+    lost_words: int | None = None  # errors of its memory that were not corrected
+    slowed_by: tuple[str, ...] = ()  # what held it back while it worked
+    degrees: float | None = None  # Celsius, while it worked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,12 @@ class NodeReadings:
 
 @dataclass(frozen=True, kw_only=True)
 class HostReadings:
-    """The host. ``update_seconds``: of one parameter, by our optimizer on all threads."""
+    """The host. ``update_seconds``: of one parameter, by our optimizer on ``update_threads``.
+
+    ``not_compiled`` says why the optimizer runs in PyTorch, or "". ``cores`` may be used, of
+    ``machine_cores``. ``clock``: hertz that the processor may have and could have, and what holds
+    it. ``fresh``: bytes a second of memory that is touched for the first time.
+    """
 
     threads: int
     bandwidth_one_thread: float
@@ -83,6 +92,56 @@ class HostReadings:
     usable_bytes: int | None = None
     limited_by: str = ""
     nodes: tuple[NodeReadings, ...] = ()
+    update_threads: int | None = None  # None: all
+    not_compiled: str = ""
+    cores: int | None = None
+    machine_cores: int | None = None
+    clock: tuple[float, float, str] | None = None
+    swapped_bytes: int = 0
+    huge_pages: str = ""  # always, madvise, never; "": not known
+    fresh: float | None = None
+    is_wsl: bool = False
+    usual_bandwidth: float | None = None  # of machines like it
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskReadings:
+    """A disk that runs use. Bytes, and bytes a second; None: not known."""
+
+    used_for: str  # "runs", "the hub's cache", "runs and the hub's cache"
+    folder: str
+    free_bytes: int | None
+    write: float | None = None
+    read: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageReadings:
+    """A library that we use. ``needs``: from which version on; None: any."""
+
+    name: str
+    version: str | None  # None: not installed
+    needs: str | None = None
+    is_enough: bool = True
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareReadings:
+    """What runs would run on. ``variables``: what the shell says of what matters here.
+
+    ``unused_cards``: cards that are there and were not asked for, in words. ``num_cards``: how many
+    the system's tool shows; None: it does not answer.
+    """
+
+    python: str = ""
+    torch: str = ""
+    packages: tuple[PackageReadings, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    has_hub_token: bool | None = None
+    unused_cards: str = ""
+    num_cards: int | None = None
+    tool_seconds: float | None = None  # until the cards' tool had answered first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +152,8 @@ class Readings:
     host: HostReadings
     all_links: float | None = None  # up, all at once; None with one device
     unknown: tuple[str, ...] = ()
+    disks: tuple[DiskReadings, ...] = ()
+    software: SoftwareReadings = field(default_factory=SoftwareReadings)
 
     def plain(self) -> dict[str, Any]:
         """As values for JSON."""

@@ -1,23 +1,28 @@
 """Measure this machine: what `roundpipe doctor` does before it judges.
 
 Devices are measured one after another, so that none takes power or memory from another, then all
-links at once. CPU devices of one run are alike: the first is measured for all. What cannot be
-known here (no tool, no such file) is a sentence among the readings, never a failure.
+links at once, then the host (`examine_host`), then disks and software (`examine_software`). CPU
+devices of one run are alike: the first is measured for all. What cannot be known here (no tool, no
+such file) is a sentence among the readings, never a failure.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from roundpipe.device.cpu import CpuDevice
-from roundpipe.device.host_memory import host_memory
-from roundpipe.device.nvidia_smi import CardState, Process, card_states, processes, run_tool
+from roundpipe.device.nvidia_smi import (
+    CardState,
+    Process,
+    Slowed,
+    card_states,
+    processes,
+    run_tool,
+    what_slows,
+)
 from roundpipe.device.probe import (
-    CPU_EFFORT,
     LinkRates,
     Probe,
     effort_for,
@@ -25,71 +30,58 @@ from roundpipe.device.probe import (
     rate_of_all_links,
 )
 from roundpipe.device.survey import Place, each_card_once, is_card, survey_devices
-from roundpipe.device.topology import Slot, memory_nodes, slot_of
-from roundpipe.optim.adamw import AdamWConfig, adamw_
+from roundpipe.device.topology import Slot, slot_of
+from roundpipe.finetune.forecast.examine_host import HostExamination, rounded
+from roundpipe.finetune.forecast.examine_software import SoftwareExamination
 from roundpipe.plan.cards import find_card
 from roundpipe.plan.machine import Card, Link, Machine
-from roundpipe.report.readings import (
-    CopyRates,
-    DeviceReadings,
-    HostReadings,
-    Lanes,
-    NodeReadings,
-    OtherProcess,
-    Readings,
-)
+from roundpipe.report.readings import CopyRates, DeviceReadings, Lanes, OtherProcess, Readings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
 
     from roundpipe.device.api import Device
     from roundpipe.device.nvidia_smi import Run
     from roundpipe.device.probe import Effort
 
-_HOST_EFFORT = replace(CPU_EFFORT, copy_bytes=256 * 2**20)  # more than caches hold
-_PARAMETERS = 2**24
 _UPDATE_BYTES = 28  # that update and publish of one parameter move
-
-
-def _cores() -> frozenset[int]:
-    """The cores this process may run on; empty where the system does not say."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        return frozenset()
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the system's tool says of the cards; None where it does not answer."""
+    """What the system's tool says of the cards; None where it does not answer.
+
+    ``seconds``: how long it took to answer first. ``slowed`` asks what holds back each card now.
+    """
 
     states: Mapping[str, CardState] | None = None
     processes: Mapping[str, Sequence[Process]] | None = None
+    seconds: float | None = None
+    slowed: Callable[[], Mapping[str, Slowed]] = dict
 
 
 def ask_tool(run: Run = run_tool) -> Told:
     """Ask before this process makes a context: inside a container the tool shows foreign pids, so
     we could not tell ourselves from others.
     """
-    return Told(card_states(run), processes(run))
+    start = time.monotonic()
+    states = card_states(run)
+    seconds = None if states is None else time.monotonic() - start
+    return Told(states, processes(run), seconds, lambda: what_slows(run))
 
 
 @dataclass(frozen=True)
 class Examination:
     """How to measure. Every part can be given, for tests.
 
-    ``probe`` and ``all_links`` measure devices; ``host_effort`` and ``parameters`` say how much is
-    done on the host.
+    ``probe`` and ``all_links`` measure devices, ``host`` the host; ``software`` None: not asked.
     """
 
     place: Place = field(default_factory=Place)
     probe: Callable[[Device, Effort], Probe] = Probe
     all_links: Callable[[Sequence[Probe]], float] = rate_of_all_links
-    host_effort: Effort = _HOST_EFFORT
-    parameters: int = _PARAMETERS
-    cores: Callable[[], frozenset[int]] = _cores
+    host: HostExamination = field(default_factory=HostExamination)
+    software: SoftwareExamination | None = None
     say: Callable[[str], None] = lambda _: None  # what is measured now
 
     def of(self, devices: Sequence[Device], told: Told) -> tuple[Readings, Machine]:
@@ -120,52 +112,22 @@ class Examination:
         with_links = [probe for probe in probes if is_card(probe.device)]
         found = Readings(
             devices=tuple(readings),
-            host=self._host(surveyed.host.memory_bytes),
-            all_links=_rounded(self.all_links(with_links)) if len(with_links) > 1 else None,
+            host=self.host.of(surveyed.host.memory_bytes, readings),
+            all_links=rounded(self.all_links(with_links)) if len(with_links) > 1 else None,
             unknown=tuple(unknown),
         )
-        return found, measured_machine(surveyed, found)
-
-    def _host(self, free_bytes: int) -> HostReadings:
-        effort = effort_within(self.host_effort, free_bytes)
-        threads = torch.get_num_threads()
-        parameters = min(self.parameters, free_bytes // 100)
-        one = _on_host(1, effort, _bandwidth)
-        several = one if threads == 1 else _on_host(threads, effort, _bandwidth)
-        update = _on_host(threads, effort, lambda probe: update_seconds(probe, parameters))
-        memory = host_memory(self.place.root)
-        cores = self.cores()
-        nodes = tuple(
-            NodeReadings(
-                index=node.index,
-                num_bytes=node.num_bytes,
-                is_ours=not cores or bool(cores & node.cores),
+        if self.software is not None:
+            self.say("measuring the disk")
+            found = replace(
+                found,
+                disks=self.software.disks(),
+                software=replace(
+                    self.software.software(readings),
+                    num_cards=None if told.states is None else len(told.states),
+                    tool_seconds=told.seconds,
+                ),
             )
-            for node in memory_nodes(self.place.root)
-        )
-        return HostReadings(
-            threads=threads,
-            bandwidth_one_thread=_rounded(one),
-            bandwidth=_rounded(max(one, several)),
-            update_seconds=_rounded(update),
-            machine_bytes=None if memory is None else memory.machine_bytes,
-            usable_bytes=None if memory is None else memory.usable_bytes,
-            limited_by="" if memory is None else memory.limited_by,
-            nodes=nodes,
-        )
-
-
-def update_seconds(probe: Probe, parameters: int) -> float:
-    """Seconds that our optimizer takes for one of ``parameters``: bf16 weights, fp32 state."""
-    master, exp_avg, exp_avg_sq = (torch.full((parameters,), 0.01) for _ in range(3))
-    grad = torch.full((parameters,), 1e-3, dtype=torch.bfloat16)
-    working: Tensor = torch.empty_like(grad)
-    config = AdamWConfig(lr=1e-5)
-
-    def update() -> None:
-        adamw_(master, grad, exp_avg, exp_avg_sq, 10, config, out=working)
-
-    return probe.median_seconds(update) / parameters
+        return found, measured_machine(surveyed, found)
 
 
 def measured_machine(surveyed: Machine, readings: Readings) -> Machine:
@@ -181,7 +143,7 @@ def measured_machine(surveyed: Machine, readings: Readings) -> Machine:
     host = replace(
         surveyed.host,
         bandwidth=readings.host.bandwidth,
-        update_bandwidth=_rounded(_UPDATE_BYTES / readings.host.update_seconds),
+        update_bandwidth=rounded(_UPDATE_BYTES / readings.host.update_seconds),
     )
     cap = readings.all_links
     alone = sum(device.pinned.up for device in readings.devices if not device.is_cpu)
@@ -206,6 +168,7 @@ class _About:
     slot: Slot = field(default_factory=Slot)
     state: CardState = field(default_factory=lambda: CardState(None, None))
     processes: tuple[OtherProcess, ...] = ()
+    bus: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,7 +209,14 @@ class _Cards:
                 for each in others
                 if each.pid != os.getpid()
             ),
+            facts.bus,
         )
+
+    def slowed(self, probe: Probe, bus: str) -> Slowed:
+        """What holds the card at ``bus`` back while it computes; nothing where it is not told."""
+        told = self.told.states is not None and bus
+        found = probe.busy_while(self.told.slowed) if told else {}
+        return found.get(bus, Slowed((), None))
 
 
 def _device(probe: Probe, card: Card, cards: _Cards) -> DeviceReadings:
@@ -254,12 +224,13 @@ def _device(probe: Probe, card: Card, cards: _Cards) -> DeviceReadings:
     has_link = is_card(device)
     about = cards.about(device) if has_link else _About(card.memory_bytes, card.memory_bytes)
     rates = {key: probe.matrix_rate(key) for key in probe.arithmetics}
+    slowed = cards.slowed(probe, about.bus)  # warm from the products
     return DeviceReadings(
         name=device.name,
         card=card.name,
         is_cpu=not has_link,
-        flops={key: _rounded(rate) for key, rate in rates.items() if rate is not None},
-        bandwidth=_rounded(probe.bandwidth()),
+        flops={key: rounded(rate) for key, rate in rates.items() if rate is not None},
+        bandwidth=rounded(probe.bandwidth()),
         pinned=_copy_rates(probe.link(pinned=True)),
         pageable=_copy_rates(probe.link(pinned=False)) if has_link else None,
         is_intact=probe.round_trip_is_intact(),
@@ -276,32 +247,17 @@ def _device(probe: Probe, card: Card, cards: _Cards) -> DeviceReadings:
         power_limit=about.state.power_limit,
         power_default=about.state.power_default,
         processes=about.processes,
+        is_kept_ready=about.state.is_kept_ready,
+        lost_words=about.state.lost_words,
+        slowed_by=slowed.by,
+        degrees=slowed.degrees,
     )
-
-
-def _on_host(threads: int, effort: Effort, measure: Callable[[Probe], float]) -> float:
-    device = CpuDevice("host", threads=threads)
-    try:
-        return measure(Probe(device, effort))
-    finally:
-        device.close()
-
-
-def _bandwidth(probe: Probe) -> float:
-    return probe.bandwidth()
 
 
 def _copy_rates(rates: LinkRates) -> CopyRates:
-    return CopyRates(
-        up=_rounded(rates.up), down=_rounded(rates.down), duplex=round(rates.duplex, 3)
-    )
+    return CopyRates(up=rounded(rates.up), down=rounded(rates.down), duplex=round(rates.duplex, 3))
 
 
 def _title(readings: Readings) -> str:
     names = [device.card for device in readings.devices]
     return " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-
-
-def _rounded(rate: float) -> float:
-    """To four digits: a measurement is not better than that."""
-    return float(f"{rate:.4g}")

@@ -57,22 +57,25 @@ def load_base(
     dtype: torch.dtype,
     attn_implementation: str = "sdpa",
     terminal: Shows | None = None,
+    is_frozen: bool = False,
 ) -> BaseModel:
     """Load the base model onto the host in ``dtype`` for a ``finetuning_type``.
 
     ``qlora`` packs the matrices of its blocks. Reads or downloads files, and shows on ``terminal``
     how far it is. An architecture without code for ``sdpa`` (Gemma 2) runs its own, which is said.
-    Raises ConfigError for what `load_model` refuses, for weights in 4 bits that are to be trained
-    in full, and where ``qlora`` cannot pack.
+    ``is_frozen``: nothing of it will be trained, so weights that memory has no room for are mapped
+    from files. Raises ConfigError for what `load_model` refuses, for weights in 4 bits that are to
+    be trained in full, and where ``qlora`` cannot pack.
     """
+    how = (source, method, dtype)
     try:
-        return _load_base(source, method, dtype, attn_implementation, terminal)
+        return _load_base(*how, attn_implementation, terminal, is_frozen=is_frozen)
     except ConfigError as error:  # raised before any weight is read
         if attn_implementation != "sdpa" or _NO_SDPA not in str(error):
             raise
     if terminal is not None:
         terminal.line("attn_implementation: eager; the model's class has no code for sdpa")
-    return _load_base(source, method, dtype, "eager", terminal)
+    return _load_base(*how, "eager", terminal, is_frozen=is_frozen)
 
 
 def _load_base(
@@ -81,6 +84,8 @@ def _load_base(
     dtype: torch.dtype,
     attn_implementation: str,
     terminal: Shows | None,
+    *,
+    is_frozen: bool,
 ) -> BaseModel:
     if source.gguf_file is not None:
         with _waiting(terminal, f"unpacking {source.name} from GGUF"):
@@ -110,7 +115,7 @@ def _load_base(
             f"model_name_or_path: weights in 4 bits cannot be trained in full: {source.given}\n"
             "hint: finetuning_type=qlora, or the model in 16 bits as its authors published it"
         )
-    return _loaded(opened, source, terminal)
+    return _loaded(opened, source, terminal, is_mapped=is_frozen and not opened.fits_memory)
 
 
 def _is_quantized(source: ModelSource) -> bool:
@@ -119,7 +124,9 @@ def _is_quantized(source: ModelSource) -> bool:
     return any(inner.get("quantization_config") for inner in texts)
 
 
-def _loaded(opened: OpenedModel, source: ModelSource, terminal: Shows | None) -> BaseModel:
+def _loaded(
+    opened: OpenedModel, source: ModelSource, terminal: Shows | None, *, is_mapped: bool
+) -> BaseModel:
     is_packed = opened.is_packed
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_transformers())
@@ -129,7 +136,8 @@ def _loaded(opened: OpenedModel, source: ModelSource, terminal: Shows | None) ->
             counting = terminal.counting(f"loading {source.name}", opened.num_file_bytes)
             show = stack.enter_context(counting)
             progress = lambda done, total: show(done)  # noqa: E731
-        loaded = opened.load(progress=progress)
+        load = opened.load_mapped if is_mapped else opened.load
+        loaded = load(progress=progress)
     return BaseModel(loaded.model, loaded.bases, is_packed, loaded.folder)
 
 

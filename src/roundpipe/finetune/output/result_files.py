@@ -79,3 +79,11 @@ def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> int:
 def base_of(model: nn.Module) -> Any:
     """The model of transformers, below peft where that is."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def adapter_fields(model: nn.Module) -> dict[str, Any] | None:
+    """What ``adapter_config.json`` says of the adapter on ``model``; None where there is none."""
+    if not isinstance(model, PeftModel):
+        return None
+    fields: dict[str, Any] = model.peft_config[model.active_adapter].to_dict()
+    return fields

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import RoundPipeError
-from roundpipe.finetune.data.collate import collate, cut_rows, cut_rows_evenly, tokens_in
+from roundpipe.finetune.data.collate import collate, tokens_in
 from roundpipe.finetune.run.best import Best
 from roundpipe.finetune.run.busy import BusyMeter
-from roundpipe.finetune.run.evaluate import Evaluation, evaluate
+from roundpipe.finetune.run.evaluate import Evaluation, eval_batches, evaluate, run_config_of
 from roundpipe.finetune.run.retry import Splitting, lost_memory
 from roundpipe.finetune.run.schedule import factor_of, make_scheduler
 from roundpipe.finetune.run.step_log import StepLog, StepRecord
@@ -28,8 +27,9 @@ from roundpipe.optim.scaler import GradScaler
 from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
+    from roundpipe.config import RoundPipeRunConfig
     from roundpipe.engine.updates import StepResult
     from roundpipe.finetune.output.progress import Progress
     from roundpipe.finetune.run.due import Due
@@ -211,7 +211,7 @@ class Training:
     def _evaluation(self, should_stop: Callable[[], bool]) -> Evaluation:
         return evaluate(
             self.trainer,
-            self._eval_batches(),
+            eval_batches(self.job.dataset.eval_samples, self.job.config, self.job.pad_token_id),
             run_config=self._run_config,
             should_stop=should_stop,
             tell=self.log.evaluating(len(self.job.dataset.eval_samples)),
@@ -219,27 +219,13 @@ class Training:
             say=self.log.say,
         )
 
-    def _eval_batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        samples, size = self.job.dataset.eval_samples, self.job.config.batch_size
-        for start in range(0, len(samples), size):
-            stop = min(start + size, len(samples))
-            rows = [[samples[i]] for i in range(start, stop)]
-            yield collate(rows, self.job.pad_token_id, packed=self.job.config.packing)
-
     def _batch(self, rows: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
         samples, config = self.job.dataset.samples, self.job.config
         chosen = [[samples[i] for i in row] for row in rows]
         return collate(chosen, self.job.pad_token_id, packed=config.packing)
 
     def _run_config(self, num_rows: int) -> RoundPipeRunConfig:
-        config = self.job.config
-        count, cut = self.splitting.count(num_rows), cut_rows
-        if config.micro_batch_size is not None:
-            count = self.splitting.count_of_size(num_rows, config.micro_batch_size)
-            cut = cut_rows_evenly
-        return RoundPipeRunConfig(
-            num_microbatch=count, split_input=cut, recompute_grain=config.recompute_grain
-        )
+        return run_config_of(self.job.config, self.splitting, num_rows)
 
 
 def wrapped(job: Job) -> RoundPipe:

@@ -31,6 +31,7 @@ __all__ = [
     "DatasetEntry",
     "Reading",
     "TrainConfig",
+    "count_devices",
     "dump_config",
     "load_config",
     "make_config",
@@ -159,13 +160,13 @@ def _make(
     environment: Mapping[str, str] | None,
 ) -> tuple[TrainConfig, list[str]]:
     def count(devices: Any) -> int:
-        return _count_devices(devices, environment)
+        return count_devices(devices, environment)
 
     reading = read_layers(file, command_line, count)
     return reading.config, reading.notes
 
 
-def _count_devices(devices: Any, environment: Mapping[str, str] | None) -> int:
+def count_devices(devices: Any, environment: Mapping[str, str] | None) -> int:
     """How many devices a setting names; asks torch only where it names none by itself."""
     if isinstance(devices, int):
         return devices

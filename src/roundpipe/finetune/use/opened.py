@@ -1,0 +1,207 @@
+"""A subject on its devices: loaded as it was trained, wrapped, in evaluation mode.
+
+Nothing of it is trained, so nothing has a gradient, a master or a moment; base weights that memory
+has no room for are mapped from files. What was trained over 4 bits is opened over 4 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roundpipe.device.accumulation import fp16_accumulation
+from roundpipe.device.host_memory import host_memory
+from roundpipe.device.resolve import resolve_devices
+from roundpipe.errors import ConfigError
+from roundpipe.finetune.data.template import use_chat_template, use_special_tokens
+from roundpipe.finetune.model.base_model import load_base
+from roundpipe.finetune.model.fingerprint import fingerprint
+from roundpipe.finetune.model.from_transformers import DTYPES, load_tokenizer
+from roundpipe.finetune.model.hub import fetch_weights
+from roundpipe.finetune.model.source import ModelSource
+from roundpipe.finetune.model.started import start_from
+from roundpipe.roundpipe import RoundPipe
+from roundpipe.store.frozen import packed_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from roundpipe.device.api import Device
+    from roundpipe.finetune.model.base_model import BaseModel
+    from roundpipe.finetune.output.terminal import Terminal
+    from roundpipe.finetune.settings.config import TrainConfig
+    from roundpipe.finetune.use.subject import Subject
+    from roundpipe.store.packed import PackedTensor
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass
+class Loaded:
+    """A subject in memory, on the host; not wrapped yet.
+
+    ``model``: with its adapter, frozen; ``base``: as it was loaded; ``packed``: the values of
+    weights in 4 bits, whose parameters are stand-ins.
+    """
+
+    subject: Subject
+    model: nn.Module
+    base: BaseModel
+    dtype: torch.dtype
+    packed: Mapping[Tensor, PackedTensor] = field(default_factory=dict)
+
+
+@dataclass
+class Opened:
+    """A subject on its devices. ``model`` is in evaluation mode; ``dtype``: what it computes in."""
+
+    subject: Subject
+    model: RoundPipe
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    is_packed: bool = False
+    settings: TrainConfig | None = None
+    devices: Sequence[Device] = ()
+
+
+@contextlib.contextmanager
+def open_subject(
+    subject: Subject,
+    settings: TrainConfig,
+    terminal: Terminal,
+    *,
+    environment: Mapping[str, str],
+) -> Iterator[Opened]:
+    """Load a subject and have it on the devices of ``settings`` until the block ends.
+
+    Of the settings count: devices, dtype, method (qlora packs the base into 4 bits), attention,
+    chat template, limits, schedule and seed. Downloads what is not here yet. Raises ConfigError.
+    """
+    with contextlib.ExitStack() as parts:
+        devices = resolve_devices(settings.devices, environment=environment)
+        for device in devices:
+            parts.callback(device.close)
+        tokenizer = open_tokenizer(subject, settings, terminal)
+        dtype = dtype_on(devices, settings)
+        if settings.fp16_accumulation:
+            parts.enter_context(fp16_accumulation(devices, dtype))
+        loaded = load_subject(subject, settings, terminal, dtype=dtype)
+        wrapped = parts.enter_context(wrap(loaded, settings, devices))
+        yield Opened(
+            subject, wrapped, tokenizer, dtype, loaded.base.is_packed, settings, devices
+        )
+
+
+def wrap(loaded: Loaded, settings: TrainConfig, devices: Sequence[Device]) -> RoundPipe:
+    """A loaded subject on devices, in evaluation mode; takes over where its weights lie."""
+    bases, loaded.base.bases = loaded.base.bases, []
+    wrapped = RoundPipe(
+        loaded.model,
+        devices=list(devices),
+        schedule=settings.schedule,
+        device_memory_limit=settings.device_memory_limit,
+        pinned_memory_limit=_bytes_of(settings.pinned_memory_limit),
+        bases=bases,
+        seed=settings.seed,
+    )
+    wrapped.eval()
+    return wrapped
+
+
+def load_subject(
+    subject: Subject,
+    settings: TrainConfig,
+    terminal: Terminal,
+    *,
+    dtype: torch.dtype,
+    is_packed: bool | None = None,
+) -> Loaded:
+    """Load base and adapter onto the host; blocks on disk and network.
+
+    ``is_packed``: whether the base is packed into 4 bits; None: as ``settings`` say. Raises
+    ConfigError for files that are broken, and for an adapter that does not fit its base.
+    """
+    if is_packed is None:
+        is_packed = settings.finetuning_type == "qlora"
+    fetch_weights(subject.source, terminal)
+    _check_base(subject)
+    base = load_base(
+        subject.source,
+        "qlora" if is_packed else "lora",
+        dtype=dtype,
+        attn_implementation=settings.attn_implementation,
+        terminal=terminal,
+        is_frozen=True,
+    )
+    model: Any = base.model
+    if subject.adapter is not None:
+        model = start_from(
+            base.model,
+            str(subject.adapter),
+            subject.source,
+            is_packed=base.is_packed,
+            say=lambda _: None,
+        )
+    model.requires_grad_(False)
+    return Loaded(subject, model.eval(), base, dtype, packed_in(base.bases))
+
+
+def open_tokenizer(
+    subject: Subject, settings: TrainConfig, terminal: Terminal
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the result, else that of its base; with the template of ``settings``."""
+    folder = subject.folder
+    source = subject.source
+    if folder is not None and any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        source = ModelSource(given=subject.given, location=str(folder))
+    with terminal.waiting(f"loading the tokenizer of {subject.name}"):
+        tokenizer = load_tokenizer(source)
+    use_special_tokens(tokenizer, settings.special_tokens)
+    use_chat_template(tokenizer, settings.chat_template)
+    return tokenizer
+
+
+def dtype_on(devices: Sequence[Device], settings: TrainConfig) -> torch.dtype:
+    """What a model computes in on ``devices``: as `roundpipe train` would choose."""
+    if settings.dtype != "auto":
+        return DTYPES[settings.dtype]
+    if any(device.torch_device.type == "cpu" for device in devices):
+        return torch.float32
+    if settings.fp16_accumulation or not all(map(_has_bf16, devices)):
+        return torch.float16
+    return torch.bfloat16
+
+
+def _has_bf16(device: Device) -> bool:
+    from roundpipe.device.survey import Place, survey_devices  # noqa: PLC0415 (rarely needed)
+
+    machine = survey_devices([device], place=Place(folder=Path()))
+    return all("bf16" in card.flops for card in machine.cards)
+
+
+def _check_base(subject: Subject) -> None:
+    """Raise ConfigError where the base is not the one that the adapter was trained on."""
+    if subject.adapter is None or subject.base_mark is None:
+        return
+    if fingerprint(subject.source) == subject.base_mark:
+        return
+    raise ConfigError(
+        f"the base is another than {subject.given} was trained on: {subject.source.given}\n"
+        f"hint: give back the files it was trained on, or model_name_or_path="
+        f"{subject.source.given} says that this one is meant"
+    )
+
+
+def _bytes_of(limit: float | None) -> int | None:
+    """A limit in bytes; a share is of the host memory that is free."""
+    if limit is None or limit > 1:
+        return None if limit is None else int(limit)
+    memory = host_memory()
+    return None if memory is None else int(limit * memory.free_bytes)
