@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import operator
@@ -18,8 +19,13 @@ STEP = re.compile(r"(\d+) ([-+x/]) (\d+) = (\d+)")
 RESULT_OF = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.floordiv}
 
 
-REASONS = re.compile(r"needs (a card|the hub|time|[\w.-]+)|shows your own folder")
-SEEN = {"a card": ("card", "GPU"), "the hub": ("hub", "download"), "time": ("hour", "time")}
+REASONS = re.compile(r"needs (a card|the hub|time|a clone|[\w.-]+)|shows your own folder")
+SEEN = {
+    "a clone": ("clone",),
+    "a card": ("card", "GPU"),
+    "the hub": ("hub", "download"),
+    "time": ("hour", "time"),
+}
 
 
 def blocks(language: str) -> list[object]:
@@ -289,3 +295,17 @@ def test_quickstart_has_at_most_12000_tokens_with_the_chat_template() -> None:
         ]
         tokens += len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])
     assert tokens <= 12_000
+
+
+def test_a_message_that_the_errors_page_explains_is_one_of_ours() -> None:
+    said = set[str]()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.add(node.value)
+    pool = "\n".join(said)
+    headings = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
+    assert len(headings) > 20
+    for heading in headings:
+        for piece in filter(None, (part.strip() for part in heading.split("…"))):
+            assert piece in pool, f"{heading}: {piece}"

@@ -121,6 +121,11 @@ class Planner:
         self._forget_programs()
 
     @property
+    def machine(self) -> Machine | None:
+        """The machine of its devices; None where it cannot be told."""
+        return self._ground.machine
+
+    @property
     def device_bytes(self) -> int | None:
         """What a device may hold, or had better not exceed; None where nothing limits it."""
         return self._ground.memory_limit or self._ground.soft_limit

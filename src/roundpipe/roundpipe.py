@@ -19,6 +19,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.generation import generate
 from roundpipe.engine.microbatch import config_of_call
+from roundpipe.engine.outlook import outlook
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.random import Numbering
 from roundpipe.engine.updates import StepResult
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch.optim import Optimizer
 
+    from roundpipe.engine.outlook import Outlook
     from roundpipe.optim.scaler import GradScaler
+    from roundpipe.plan.machine import Machine
     from roundpipe.plan.timeline import Timeline
     from roundpipe.planner import ScheduleMaker
     from roundpipe.sim.search import Plan
@@ -278,6 +281,18 @@ class RoundPipe(Checkpointing):
             newest=self._chain.staleness == 1,
             output_device=torch.device(config.output_device or "cpu"),
         )
+
+    def generation_outlook(
+        self, rows: int, prompt: int, new_tokens: int, machine: Machine | None = None
+    ) -> Outlook:
+        """Say what ``generate`` will do with ``rows`` prompts of ``prompt`` tokens; runs nothing.
+
+        ``machine``: whose rates count; None: data sheets'. Raises ModelError as ``generate``.
+        """
+        self._ready()
+        size = {"rows": rows, "prompt": prompt, "new_tokens": new_tokens}
+        at = machine or self.planner.machine
+        return outlook(self._engine, at, device_bytes=self.planner.device_bytes, **size)
 
     def synchronize(self) -> None:
         """Block until nothing is under way; raises what failed since the last call.

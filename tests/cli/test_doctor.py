@@ -14,6 +14,7 @@ from roundpipe.cli.doctor import Wish, read_wish, run
 from roundpipe.device.probe import Effort, Probe
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.forecast.examine import Examination, Told
+from roundpipe.finetune.forecast.examine_host import HostExamination
 from roundpipe.finetune.forecast.machines import load_machine, saved_file
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from roundpipe.plan.machine import Machine
 
 LITTLE = Effort(seconds=0.005, copy_bytes=2**20, matrix_size=256, product_seconds=1e-4)
-QUICK = Examination(
-    probe=lambda device, _: Probe(device, LITTLE), host_effort=LITTLE, parameters=2**14
-)
+HOST = HostExamination(effort=LITTLE, parameters=2**14)
+QUICK = Examination(probe=lambda device, _: Probe(device, LITTLE), host=HOST)
 
 
 class Free:
@@ -37,6 +37,9 @@ class Free:
 
     def __call__(self, machine: Machine) -> float:
         return 1.0
+
+    def largest(self, machine: Machine) -> str:
+        return self.name
 
 
 def doctor(*words: str, **more: Any) -> int:
@@ -76,8 +79,8 @@ def test_it_shows_what_it_found_and_the_machine_file(capsys: pytest.CaptureFixtu
     assert doctor() == 0
     shown = capsys.readouterr().out
     assert shown.startswith("2 × cpu · ")
-    assert "note      the optimizer takes" in shown
-    assert "note      there is no card" in shown
+    assert "\nnothing is broken, missing or slow\nnote      there is no card" in shown
+    assert " ns per parameter with 1 thread: " in shown
     assert "what is sent comes back intact" in shown
     assert "--output FILE writes it" in shown
     assert "\ncards:\n- name: cpu\n  count: 2\n" in shown
@@ -108,7 +111,7 @@ def test_json_is_all_of_it_and_nothing_else(capsys: pytest.CaptureFixture[str]) 
 
 
 class Pretended:
-    """Whatever memory does here, the optimizer is made out to be slow beside it."""
+    """A model twice as fast on any other machine than on that which was measured."""
 
     name = "8B, full"
 
@@ -116,18 +119,22 @@ class Pretended:
         self.measured = measured
 
     def __call__(self, machine: Machine) -> float:
-        return 1.0 if machine.host.update_bandwidth else 2.0
+        return 1.0 if machine == self.measured else 2.0
+
+    def largest(self, machine: Machine) -> str:
+        return self.name
 
 
-SLOW = replace(QUICK, parameters=4)  # of four parameters, all is overhead
+NO_COMPILER = replace(QUICK, host=replace(HOST, why_not_compiled=lambda: "no C++ compiler"))
 
 
 def test_prices_are_asked_of_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(how=SLOW, price=Pretended) == 0
+    assert doctor(how=NO_COMPILER, price=Pretended) == 0
     shown = capsys.readouterr().out
-    assert "1 tokens/s now, 2 if it kept up with memory" in shown
+    assert "slow      the optimizer is not compiled, " in shown
+    assert "1 tokens/s now, 2 compiled; a step for all of an 8B model updates for " in shown
     assert "reference model: 8B, full" in shown
-    assert doctor("--json", how=SLOW, price=Pretended) == 0
+    assert doctor("--json", how=NO_COMPILER, price=Pretended) == 0
     assert json.loads(capsys.readouterr().out)["reference"] == "8B, full"
 
 

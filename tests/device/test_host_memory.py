@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roundpipe.device.host_memory import HostMemory, host_memory, is_wsl, used_bytes
+from roundpipe.device.host_memory import HostMemory, host_memory, huge_pages, is_wsl, used_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,3 +148,20 @@ def test_resident_pages_are_counted_in_bytes(tmp_path: Path) -> None:
 def test_this_machine_has_memory_if_it_says_so() -> None:
     found = host_memory()
     assert found is None or 0 < found.free_bytes <= found.usable_bytes <= found.machine_bytes
+
+
+def test_what_lies_in_swap_is_told_apart_from_what_is_free_there(root: Path) -> None:
+    text = (root / "proc/meminfo").read_text() + "SwapTotal: 500 kB\nSwapFree: 200 kB\n"
+    (root / "proc/meminfo").write_text(text)
+    memory = host_memory(root)
+    assert memory is not None
+    assert (memory.swap_bytes, memory.swapped_bytes) == (200 * KIB, 300 * KIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("always [madvise] never", "madvise"), ("always madvise [never]", "never"), ("", "")],
+)
+def test_whether_the_kernel_gives_large_pages(root: Path, text: str, word: str) -> None:
+    write(root, {"sys/kernel/mm/transparent_hugepage/enabled": text})
+    assert huge_pages(root) == word

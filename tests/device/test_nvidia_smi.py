@@ -7,16 +7,37 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roundpipe.device.nvidia_smi import CardState, Process, card_states, processes, run_tool
+from roundpipe.device.nvidia_smi import (
+    CardState,
+    Process,
+    Slowed,
+    card_states,
+    processes,
+    run_tool,
+    what_slows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def printing(text: str | None):
+    """A tool that knows the fields of every driver and no other."""
+
     def run(command: Sequence[str]) -> str | None:
         assert command[0] == "nvidia-smi"
-        return text
+        is_old = any("power.limit" in word or "compute-apps" in word for word in command)
+        return text if is_old else None
+
+    return run
+
+
+def answering(**answers: str):
+    """A tool that answers questions in which a word stands, and refuses all others."""
+
+    def run(command: Sequence[str]) -> str | None:
+        asked = command[1].replace(".", "_")
+        return next((text for word, text in answers.items() if word in asked), None)
 
     return run
 
@@ -35,6 +56,30 @@ def test_words_in_place_of_numbers_are_not_known(word: str) -> None:
     assert states == {"0000:01:00.0": CardState(None, None)}
     found = processes(printing(f"00000000:01:00.0, 7, C:\\tools\\x.exe, {word}\n"))
     assert found == {"0000:01:00.0": [Process(7, "x.exe", None)]}
+
+
+def test_what_newer_fields_say_is_asked_apart() -> None:
+    power = "00000000:01:00.0, 450.00, 450.00\n00000000:02:00.0, 450.00, 450.00\n"
+    more = "00000000:01:00.0, Disabled, 3\n00000000:02:00.0, Enabled, [N/A]\n"
+    assert card_states(answering(power_limit=power, persistence_mode=more)) == {
+        "0000:01:00.0": CardState(450, 450, is_kept_ready=False, lost_words=3),
+        "0000:02:00.0": CardState(450, 450, is_kept_ready=True),
+    }
+
+
+@pytest.mark.parametrize("name", ["clocks_event_reasons", "clocks_throttle_reasons"])
+def test_what_slows_a_card_is_asked_in_the_words_of_old_and_new_drivers(name: str) -> None:
+    told = (
+        "00000000:01:00.0, 87, Active, Active, Not Active\n"
+        "00000000:02:00.0, 61, Not Active, Not Active, Not Active\n"
+        "00000000:03:00.0, [N/A], Not Active, Not Active, Active\n"
+    )
+    assert what_slows(answering(**{name: told})) == {
+        "0000:01:00.0": Slowed(("its heat",), 87.0),
+        "0000:02:00.0": Slowed((), 61.0),
+        "0000:03:00.0": Slowed(("the power supply's alarm",), None),
+    }
+    assert what_slows(answering()) == {}
 
 
 def test_processes_come_with_name_and_bytes() -> None:

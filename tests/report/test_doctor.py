@@ -72,10 +72,12 @@ def bad(**wrong: Any) -> list[Finding]:
 
 
 def test_nothing_is_wrong_with_a_good_machine() -> None:
-    [note] = judge(readings(GOOD), machine(), speed)
-    assert note.level is Level.NOTE
-    assert note.text.startswith("the optimizer takes 0.2 ns per parameter (1.6 s a step")
-    assert note.price == ""  # it keeps up with memory
+    assert judge(readings(GOOD), machine(), speed) == []
+    lines = doctor_lines(readings(GOOD), machine(), [])
+    assert lines[-1] == "nothing is broken, missing or slow"
+    assert "  host    optimizer compiled, 0.2 ns per parameter with 32 threads: 2 s a step" in (
+        "\n".join(lines)
+    )
 
 
 def test_a_card_on_four_lanes_has_a_price_in_tokens() -> None:
@@ -141,12 +143,7 @@ def test_a_changed_byte_is_the_worst_and_comes_first() -> None:
     slow = replace(GOOD, processes=(OtherProcess(pid=1, name="x", num_bytes=1),))
     broken = replace(GOOD, name="cuda:2", is_intact=False)
     found = judge(readings(noted, slow, broken), machine(3), speed)
-    assert [finding.level for finding in found] == [
-        Level.BROKEN,
-        Level.SLOW,
-        Level.NOTE,
-        Level.NOTE,
-    ]
+    assert [finding.level for finding in found] == [Level.BROKEN, Level.SLOW, Level.NOTE]
     assert found[0].text.startswith("cuda:2: what is copied there comes back changed")
 
 
@@ -161,7 +158,7 @@ def test_a_foreign_process_is_named_with_what_it_holds() -> None:
         free_bytes=8 * 10**9,
         processes=(OtherProcess(pid=4242, name="python", num_bytes=15 * 10**9),),
     )
-    [finding, _] = judge(readings(device), there, fits)
+    [finding] = judge(readings(device), there, fits)
     assert finding.text == (
         "cuda:0: another process holds memory, python (4242, 15 GB); 8 GB of 24 GB are free"
     )
@@ -178,7 +175,7 @@ def test_a_low_power_limit_is_said_once_with_its_price() -> None:
     slow = {key: rate / 2 for key, rate in USUAL.items()}
     there = replace(machine(), cards=(replace(machine().cards[0], flops=slow),))
     device = replace(GOOD, flops=slow, power_limit=250.0)
-    [finding, _] = judge(readings(device), there, lambda of: of.cards[0].flops["bf16"] / 1e12)
+    [finding] = judge(readings(device), there, lambda of: of.cards[0].flops["bf16"] / 1e12)
     assert finding.text == "cuda:0: may draw 250 of 450 W, 74.3 TFLOP/s in bf16"
     assert finding.price == "74 tokens/s now, 149 at the usual rate"
     assert finding.hint == "nvidia-smi -i 0 -pl 450"
@@ -248,8 +245,7 @@ def test_cards_that_are_alike_are_said_and_priced_together() -> None:
 
 def test_a_process_on_all_nodes_is_near_every_card() -> None:
     host = replace(HOST, nodes=nodes(0, 1))
-    found = judge(readings(replace(GOOD, node=1), host=host), machine(), speed)
-    assert len(found) == 1
+    assert judge(readings(replace(GOOD, node=1), host=host), machine(), speed) == []
 
 
 @pytest.mark.parametrize(("together", "is_said"), [(48e9, False), (20e9, True), (None, False)])
@@ -284,7 +280,7 @@ def test_limits_and_what_is_not_known_are_notes() -> None:
     texts = [finding.text for finding in found]
     assert "24 GB of 512 GB of host memory may be used, by a group: /jobs" in texts
     assert texts[-1] == "nvidia-smi does not answer"
-    assert {finding.level for finding in found} == {Level.NOTE}
+    assert [finding.level for finding in found] == [Level.NOTE, Level.UNKNOWN]
 
 
 CPU = replace(

@@ -16,6 +16,7 @@ import typer
 from roundpipe.device.resolve import resolve_devices
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.forecast.examine import Examination, Told, ask_tool
+from roundpipe.finetune.forecast.examine_software import SoftwareExamination
 from roundpipe.finetune.forecast.machines import machine_text, saved_file, write_machine
 from roundpipe.finetune.forecast.reference import Reference
 from roundpipe.finetune.settings.parse import parse_argv
@@ -81,7 +82,10 @@ def run(
     """
     wish = read_wish(arguments)
     told = told or ask_tool()
-    examination = how or Examination(say=lambda what: typer.echo(f"{what} …", err=True))
+    examination = how or Examination(
+        software=SoftwareExamination(environment),
+        say=lambda what: typer.echo(f"{what} …", err=True),
+    )
     devices = resolve_devices(wish.devices, environment=environment)
     try:
         readings, machine = examination.of(devices, told)
@@ -89,7 +93,7 @@ def run(
         for device in devices:
             device.close()
     reference = price(machine)
-    findings = judge(readings, machine, reference)
+    findings = judge(readings, machine, reference, largest=reference.largest)
     name = reference.name if any(finding.price for finding in findings) else ""
     text = machine_text(machine, json.loads(json.dumps(readings.plain())))
     files = [file for file in (wish.output, saved_file(environment) if wish.save else None) if file]

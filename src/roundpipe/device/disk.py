@@ -69,4 +69,6 @@ def _read_seconds(file: int, seconds: float) -> float:
     start = time.monotonic()
     while done < whole and time.monotonic() - start < seconds:
         done += len(os.read(file, _PIECE))
-    return max(time.monotonic() - start, 1e-9) * whole / max(done, 1)
+    if not done:
+        raise OSError("nothing of what was written is there")
+    return max(time.monotonic() - start, 1e-9) * whole / done

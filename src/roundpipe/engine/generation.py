@@ -7,6 +7,7 @@ autocast and random state: a sample drawn from a seed is the one that the plain 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,7 @@ def generate(
             'hint: devices="cpu"'
         )
     with torch.inference_mode(False):
-        tree = _tree_of(spec, device.torch_device)
+        tree = tree_of(spec, device.torch_device)
     work = work_bytes(tree.module, args, kwargs)
     room = None if device_bytes is None else device_bytes - work - device.allocated_bytes
     if room is not None and room < sum(layer.slot_layout.num_bytes for layer in engine.layers):
@@ -100,7 +101,7 @@ def refuse_cache(spec: ModelSpec, kwargs: Mapping[str, Any] | None) -> None:
             )
 
 
-def _tree_of(spec: Any, device: torch.device) -> Any:
+def tree_of(spec: Any, device: torch.device) -> Any:
     """The whole model as a tree for ``device``; raises ModelError if it has no ``generate``."""
     if not hasattr(spec, "split"):
         raise ModelError(
@@ -138,19 +139,42 @@ def _move_cache(cache: Any, device: torch.device) -> None:
                 setattr(layer, name, moved(value, device))
 
 
+@dataclass(frozen=True)
+class Work:
+    """What generating takes beside weights, in bytes: the caches in the end, and all else."""
+
+    cache: int
+    beside: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it, with some slack."""
+        return int(_SLACK * (self.cache + self.beside))
+
+
 def work_bytes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """What generating takes beside weights: the cache, logits, and the prompt's way through.
 
     Reckoned from the model's config, with some slack; nothing is run.
     """
-    config = module.config.get_text_config()
     rows, prompt = _prompt_shape(args, kwargs)
     own = getattr(module, "generation_config", None)
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
 
-    def said(name: str) -> int:
-        asked = (kwargs.get(name), getattr(given, name, None), getattr(own, name, None))
+    def said(name: str, *, by_model: bool = True) -> int:
+        asked = [kwargs.get(name), getattr(given, name, None)]
+        asked += [getattr(own, name, None)] if by_model else []
         return int(next((value for value in asked if value is not None), 0))
+
+    rows *= max(said("num_beams"), said("num_return_sequences"), 1)
+    new = said("max_new_tokens")
+    length = max(prompt + (new or _TOKENS), said("max_length", by_model=not new))
+    return work_for(module, rows=rows, prompt=prompt, length=length).num_bytes
+
+
+def work_for(module: Any, *, rows: int, prompt: int, length: int) -> Work:
+    """`Work` for prompts of ``prompt`` tokens that grow to ``length``."""
+    config = module.config.get_text_config()
 
     def number(name: str, otherwise: int) -> int:
         try:
@@ -159,8 +183,6 @@ def work_bytes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             value = max(getattr(layer, name) for layer in config.per_layer_config)
         return value if isinstance(value, int) and value else otherwise
 
-    rows *= max(said("num_beams"), said("num_return_sequences"), 1)
-    length = max(prompt + (said("max_new_tokens") or _TOKENS), said("max_length"))
     size, heads = number("hidden_size", 1), number("num_attention_heads", 1)
     shared, head = number("num_key_value_heads", heads), number("head_dim", size // heads)
     element = module.dtype.itemsize
@@ -169,7 +191,7 @@ def work_bytes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     eager = getattr(config, "_attn_implementation", None) == "eager"
     scores = 8 * heads * prompt * prompt if eager else 0
     logits = 16 * number("vocab_size", 1)
-    return int(_SLACK * rows * (cache + way + scores + logits))
+    return Work(rows * cache, rows * (way + scores + logits))
 
 
 def _prompt_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:

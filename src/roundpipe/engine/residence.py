@@ -129,7 +129,7 @@ class Residence:
         outside = Upload.of_tensors("outside the blocks", self._tree.tensors, self._model.layers)
         self._tree.outside.bind(self._bring(outside))
         left = None if room is None else room - outside.num_bytes
-        kept = _most_kept({i: upload.num_bytes for i, upload in self._uploads.items()}, left)
+        kept = most_kept({i: upload.num_bytes for i, upload in self._uploads.items()}, left)
         taken = sum(self._uploads[i].num_bytes + self._uploads[i].unpacked_bytes for i in kept)
         for index in kept:
             self._keep(index, unpack=left is None or taken <= left)
@@ -219,7 +219,7 @@ class Residence:
             raise self._errors[0]
 
 
-def _most_kept(sizes: Mapping[int, int], room: int | None) -> list[int]:
+def most_kept(sizes: Mapping[int, int], room: int | None) -> list[int]:
     """As many layers as stay in ``room`` bytes, the first ones, beside two slots for the others."""
     if room is None or sum(sizes.values()) <= room:
         return list(sizes)

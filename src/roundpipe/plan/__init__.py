@@ -14,7 +14,13 @@ from roundpipe.plan.baselines import (
 )
 from roundpipe.plan.check import check
 from roundpipe.plan.costs import Costs, LayerCost
-from roundpipe.plan.generators import Replicas, forward_only, replicated, round_robin
+from roundpipe.plan.generators import (
+    Replicas,
+    computation,
+    forward_only,
+    replicated,
+    round_robin,
+)
 from roundpipe.plan.machine import Card, Host, Link, Machine
 from roundpipe.plan.machine_file import machine_mapping, machine_of
 from roundpipe.plan.machine_text import parse_machine
@@ -46,6 +52,7 @@ __all__ = [
     "Visit",
     "busy_share",
     "check",
+    "computation",
     "forward_only",
     "front",
     "gpipe",

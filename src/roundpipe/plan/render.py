@@ -158,13 +158,13 @@ def render_svg(
     """Return an SVG picture: a row a device, blocks that compute, thin lanes of transfers below.
 
     ``spans`` may be of several steps one after the other, simulated or measured; later steps are
-    paler. ``visits`` lets it name the layers of each visit. ``until`` cuts the picture, in seconds.
-    Readable on light and dark ground.
+    paler. ``visits`` lets it name the layers of each visit. ``until`` is where the picture ends, in
+    seconds: pictures of one ``until`` have one scale. Readable on light and dark ground.
     """
     numbered = [pair for pair in _with_steps(spans) if _is_drawn(pair[1])]
     begin = min((span.start for _, span in numbered), default=0.0)
     last = max((span.end for _, span in numbered), default=1.0)
-    frame = _Frame(width, begin, last if until is None else min(until, last))
+    frame = _Frame(width, begin, last if until is None else until)
     numbered = [pair for pair in numbered if pair[1].start < frame.end]
     devices = sorted({int(span.stream.split(".")[0]) for _, span in numbered})
     height = frame.y(len(devices)) + 34

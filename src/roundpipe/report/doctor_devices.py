@@ -25,6 +25,8 @@ _SLOW_LINK = 0.7  # of what the lanes usually reach
 _SLOW_PAGEABLE = 0.8  # of pinned
 _LOW_POWER = 0.95  # of the card's default
 _LOW_DUPLEX = 0.7
+_CONTEXT = 2**30  # bytes of a card that this process and the driver may hold
+_UNSEEN = 0.05  # of a card's memory; less is the driver's and the desktop's
 
 
 def device_findings(case: Case) -> Iterator[Finding]:
@@ -47,8 +49,25 @@ def _is_broken(_: Case, device: DeviceReadings) -> Hashable:
 def _broken(_: Case, group: Group) -> Finding:
     return Finding(
         Level.BROKEN,
-        f"{_names(group)}: what is copied there comes back changed, no result can be trusted",
-        hint="another slot, riser or card; then roundpipe doctor again",
+        f"{_names(group)}: what is copied there comes back changed",
+        "no result can be trusted",
+        "another slot, riser or card; then roundpipe doctor again",
+    )
+
+
+def _has_lost_words(_: Case, device: DeviceReadings) -> Hashable:
+    return device.name if device.lost_words else None
+
+
+def _lost_words(_: Case, group: Group) -> Finding:
+    device = group[0][1]
+    words = device.lost_words
+    return Finding(
+        Level.BROKEN,
+        f"{device.name}: {words} error{'s' * (words != 1)} of its memory could not be corrected "
+        "since it was started",
+        "no result since then can be trusted",
+        "nvidia-smi -q -d ECC,ROW_REMAPPER says whether a restart mends it; else another card",
     )
 
 
@@ -88,10 +107,10 @@ def _old_slot(case: Case, group: Group) -> Finding:
     )
 
 
-def _has_slow_link(_: Case, device: DeviceReadings) -> Hashable:
-    """A link that is slower than its lanes."""
+def _has_slow_link(case: Case, device: DeviceReadings) -> Hashable:
+    """A link that is slower than its lanes, and not for the way to its memory: that is said so."""
     lanes, generation = device.lanes.used, device.lanes.generation
-    if lanes is None or generation is None:
+    if lanes is None or generation is None or _is_remote(case, device) is not None:
         return None
     slower = min(device.pinned.up, device.pinned.down)
     return (lanes, generation) if slower < _SLOW_LINK * pcie_rate(generation, lanes) else None
@@ -140,13 +159,18 @@ def _has_slow_pinned(_: Case, device: DeviceReadings) -> Hashable:
     return True if is_slow else None
 
 
-def _slow_pinned(_: Case, group: Group) -> Finding:
+def _slow_pinned(case: Case, group: Group) -> Finding:
+    def better(device: DeviceReadings, link: Link) -> Link:
+        rates = device.pageable or device.pinned
+        return replace(link, up=max(link.up, rates.up), down=max(link.down, rates.down))
+
     pageable = min((d.pageable or d.pinned for _, d in group), key=lambda rates: rates.up)
     return Finding(
         Level.SLOW,
         f"{_names(group)}: pinned memory moves at {write_rate(_slowest(group).up)}, slower than "
         f"pageable memory at {write_rate(pageable.up)}",
-        hint="a virtual machine or driver that does not really pin; tell its maker",
+        case.price(case.with_links(group, better), "if it were as fast"),
+        "a virtual machine or driver that does not really pin; tell its maker",
     )
 
 
@@ -165,9 +189,9 @@ def _low_duplex(case: Case, group: Group) -> Finding:
 
 
 def _computes_slowly(_: Case, device: DeviceReadings) -> Hashable:
-    """Said together with the power limit where that is the cause."""
+    """Said together with the cause where that is a power limit, or what the card itself tells."""
     key = _main_arithmetic(device)
-    if key is None or _is_power_limited(device):
+    if key is None or _is_power_limited(device) or device.slowed_by:
         return None
     return device.card if device.flops[key] < _SLOW_COMPUTE * device.usual_flops[key] else None
 
@@ -185,6 +209,23 @@ def _slow_compute(case: Case, group: Group) -> Finding:
     )
 
 
+def _is_held_back(_: Case, device: DeviceReadings) -> Hashable:
+    return (device.card, device.slowed_by) if device.slowed_by else None
+
+
+def _held_back(case: Case, group: Group) -> Finding:
+    device = group[0][1]
+    hottest = max((each.degrees or 0 for _, each in group), default=0)
+    at = f" at {hottest:.0f} °C" if hottest else ""
+    return Finding(
+        Level.SLOW,
+        f"{_names(group)}: held back by {' and '.join(device.slowed_by)}{at} while it worked"
+        f"{_reaches(group)}",
+        case.price(case.with_cards(group, _at_usual_rate), "at the usual rate"),
+        "air for the cards, their fans, the cables of their power; nvidia-smi -q -d PERFORMANCE",
+    )
+
+
 def _has_low_power(_: Case, device: DeviceReadings) -> Hashable:
     limits = (device.power_limit, device.power_default, device.card)
     return limits if _is_power_limited(device) else None
@@ -192,15 +233,13 @@ def _has_low_power(_: Case, device: DeviceReadings) -> Hashable:
 
 def _low_power(case: Case, group: Group) -> Finding:
     device = group[0][1]
-    key = _main_arithmetic(device)
-    reaches = "" if key is None else f", {device.flops[key] / 1e12:.3g} TFLOP/s in {key}"
-    place = device.name.rpartition(":")[2].partition("/")[0]
+    places = ",".join(each.name.rpartition(":")[2].partition("/")[0] for _, each in group)
     return Finding(
         Level.SLOW,
         f"{_names(group)}: may draw {device.power_limit:.0f} of {device.power_default:.0f} W"
-        f"{reaches}",
+        f"{_reaches(group)}",
         case.price(case.with_cards(group, _at_usual_rate), "at the usual rate"),
-        f"nvidia-smi -i {place} -pl {device.power_default:.0f}",
+        f"nvidia-smi -i {places} -pl {device.power_default:.0f}",
     )
 
 
@@ -228,6 +267,30 @@ def _shared(case: Case, group: Group) -> Finding:
     )
 
 
+def _is_used_unseen(_: Case, device: DeviceReadings) -> Hashable:
+    """Memory that is in use by nobody who is shown: processes of other containers, a desktop."""
+    used = device.total_bytes - device.free_bytes - _CONTEXT
+    return device.name if not device.processes and used > _UNSEEN * device.total_bytes else None
+
+
+def _used_unseen(case: Case, group: Group) -> Finding:
+    [(_, device)] = group
+    used = device.total_bytes - device.free_bytes
+    better = case.with_cards(
+        group,
+        lambda _, card: replace(
+            card, memory_bytes=max(card.memory_bytes, device.total_bytes - _CONTEXT)
+        ),
+    )
+    return Finding(
+        Level.NOTE,
+        f"{device.name}: {write_bytes(used)} of {write_bytes(device.total_bytes)} are in use, by "
+        "nobody who is shown here",
+        case.price(better, "with all of it"),
+        "nvidia-smi outside this container, or a desktop on this card",
+    )
+
+
 def _process(process: OtherProcess) -> str:
     holds = "" if process.num_bytes is None else f", {write_bytes(process.num_bytes)}"
     return f"{process.name} ({process.pid}{holds})"
@@ -245,7 +308,7 @@ def _remote(case: Case, group: Group) -> Finding:
     near = group[0][1].node
     ours = [node.index for node in case.readings.host.nodes if node.is_ours]
     others = [each.pinned for each in case.readings.devices if each.node in ours]
-    price = ""
+    price = "no near card was measured to compare with"
     if others:
         best = max(others, key=lambda rates: rates.up)
         better = case.with_links(
@@ -267,12 +330,15 @@ _RULES: tuple[
     tuple[Callable[[Case, DeviceReadings], Hashable], Callable[[Case, Group], Finding]], ...
 ] = (
     (_is_broken, _broken),
+    (_has_lost_words, _lost_words),
     (_has_few_lanes, _few_lanes),
     (_has_slow_link, _slow_link),
     (_has_slow_pinned, _slow_pinned),
     (_computes_slowly, _slow_compute),
+    (_is_held_back, _held_back),
     (_has_low_power, _low_power),
     (_is_shared, _shared),
+    (_is_used_unseen, _used_unseen),
     (_is_remote, _remote),
     (_has_old_slot, _old_slot),
     (_has_slow_pageable, _slow_pageable),
@@ -288,6 +354,15 @@ def _main_arithmetic(device: DeviceReadings) -> str | None:
     """What training would use: bf16 where the card has it."""
     both = device.flops.keys() & device.usual_flops.keys()
     return next((key for key in ("bf16", "fp16", "fp32") if key in both), None)
+
+
+def _reaches(group: Group) -> str:
+    """What the slowest of a group gets, where that is known."""
+    key = _main_arithmetic(group[0][1])
+    if key is None:
+        return ""
+    slowest = min(device.flops[key] for _, device in group)
+    return f", {slowest / 1e12:.3g} TFLOP/s in {key}"
 
 
 def _is_power_limited(device: DeviceReadings) -> bool:

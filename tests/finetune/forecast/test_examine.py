@@ -11,10 +11,11 @@ import torch
 
 from roundpipe.device.cpu import CpuDevice
 from roundpipe.device.cuda import CardFacts
-from roundpipe.device.nvidia_smi import CardState, Process
+from roundpipe.device.nvidia_smi import CardState, Process, Slowed
 from roundpipe.device.probe import Effort, LinkRates, Probe
 from roundpipe.device.survey import Place
-from roundpipe.finetune.forecast.examine import Examination, Told, update_seconds
+from roundpipe.finetune.forecast.examine import Examination, Told
+from roundpipe.finetune.forecast.examine_host import HostExamination, update_seconds
 from roundpipe.plan.cards import card_named
 from roundpipe.report.doctor import judge
 
@@ -56,6 +57,9 @@ class Invented:
         rate = (25e9 if pinned else 8e9) - self.device.index * 1e9
         return LinkRates(rate, rate, rate / 2, rate / 2)
 
+    def busy_while(self, question):
+        return question()
+
     def round_trip_is_intact(self) -> bool:
         return self.device.index == 0
 
@@ -86,15 +90,16 @@ def how(tmp_path: Path) -> Examination:
         place=Place(root=tmp_path, folder=tmp_path, card_facts=facts),
         probe=Invented,
         all_links=lambda probes: 30e9,
-        host_effort=LITTLE,
-        parameters=2**12,
-        cores=lambda: frozenset({9}),
+        host=HostExamination(
+            root=tmp_path, effort=LITTLE, parameters=2**12, cores=lambda: frozenset({9})
+        ),
     )
 
 
 TOLD = Told(
-    states={BUS: CardState(300.0, 450.0)},
+    states={BUS: CardState(300.0, 450.0, is_kept_ready=False, lost_words=2)},
     processes={BUS: [Process(os.getpid(), "us", 1), Process(4242, "other", 2 * GIB)]},
+    slowed=lambda: {BUS: Slowed(("its heat",), 84.0)},
 )
 
 
@@ -107,6 +112,9 @@ def test_cards_are_described_from_all_sources(how: Examination) -> None:
     assert first.usual_flops == card_named("4090").at_work().flops
     assert (first.lanes.used, first.lanes.of_card, first.lanes.generation) == (4, 16, 4)
     assert (first.power_limit, first.power_default) == (300, 450)
+    assert (first.is_kept_ready, first.lost_words) == (False, 2)
+    assert (first.slowed_by, first.degrees) == (("its heat",), 84.0)
+    assert (second.is_kept_ready, second.slowed_by, second.degrees) == (None, (), None)
     assert [each.pid for each in first.processes] == [4242]  # not ourselves
     assert first.pageable is not None
     assert first.pageable.up == 8e9
@@ -149,8 +157,7 @@ def test_cpu_devices_are_measured_for_real_and_once() -> None:
     said: list[str] = []
     how = Examination(
         probe=lambda device, _: Probe(device, LITTLE),
-        host_effort=LITTLE,
-        parameters=2**14,
+        host=HostExamination(effort=LITTLE, parameters=2**14),
         say=said.append,
     )
     readings, machine = how.of(devices, Told())
@@ -170,16 +177,17 @@ def test_cpu_devices_are_measured_for_real_and_once() -> None:
 def test_the_optimizer_that_is_measured_is_the_one_that_trains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from roundpipe.finetune.forecast import examine
+    from roundpipe.finetune.forecast import examine_host
 
     seen = []
-    real = examine.adamw_
+    real = examine_host.adamw_
 
-    def watched(master, grad, *rest, out):
+    def watched(master, grad, *rest, out, implementation):
+        assert implementation == "auto"
         seen.append((master.dtype, grad.dtype, out.dtype, master.numel()))
         real(master, grad, *rest, out=out)
 
-    monkeypatch.setattr(examine, "adamw_", watched)
+    monkeypatch.setattr(examine_host, "adamw_", watched)
     device = CpuDevice(threads=1)
     assert update_seconds(Probe(device, LITTLE), 4096) > 0
     assert set(seen) == {(torch.float32, torch.bfloat16, torch.bfloat16, 4096)}

@@ -138,7 +138,7 @@ def test_a_base_that_others_cannot_open_has_to_be_merged_with(source: ModelSourc
     assert made["llama.cpp"].reasons
     shown = "\n".join(short_lines(Result("out", source, peft=LORA)))
     assert "roundpipe merge out" in shown
-    assert "vLLM       merge it first: it reads a base" in shown
+    assert "vLLM       merge it first: it does not open such a base" in shown
 
 
 def test_an_adapter_on_a_tied_head_is_not_for_llama_cpp() -> None:

@@ -18,6 +18,7 @@ from roundpipe.finetune.data.collate import collate
 from roundpipe.finetune.data.dataset import load_dataset
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.run import prepare
+from roundpipe.finetune.run.batches import Rows
 from roundpipe.finetune.run.loop import train
 from roundpipe.finetune.run.retry import Splitting
 from roundpipe.finetune.run.training import Training
@@ -183,7 +184,7 @@ def test_a_short_batch_keeps_the_size_of_its_microbatches(
 ) -> None:
     config = config_of(**changes)
     training: Any = SimpleNamespace(
-        job=SimpleNamespace(config=config), splitting=Splitting(config.num_microbatch)
+        job=SimpleNamespace(config=config, batches=Rows(0)), splitting=Splitting(config.num_microbatch)
     )
     assert Training._run_config(training, samples).num_microbatch == expected
 

@@ -37,9 +37,13 @@ def python_in(card: str) -> str:
 def test_the_python_lines_of_a_run_let_its_result_answer(
     changes: dict[str, Any],
     config_of: Any,
+    tiny: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if changes["finetuning_type"] == "qlora":  # smaller matrices are not packed
+        base = tiny.write_tiny_folder(tmp_path / "base", hidden_size=64, intermediate_size=128)
+        changes = {**changes, "model_name_or_path": str(base)}
     output = tmp_path / 'it\'s "my" run'
     folder, shown = run(config_of(**changes, output_dir=str(output), sample_prompts=["1 + 1?"]))
     code = python_in((folder / "README.md").read_text())
@@ -66,7 +70,7 @@ def _answered(scope: dict[str, Any]) -> str:
 def test_the_card_of_a_run_tells_what_was_trained_and_nothing_of_the_data(
     config_of: Any, tiny_data: Path
 ) -> None:
-    folder, shown = run(config_of(val_size=3, eval_steps=2, max_length=20, max_steps=4))
+    folder, shown = run(config_of(val_size=3, eval_steps=2, max_length=60, max_steps=4))
     text = (folder / "README.md").read_text()
     _, head, body = text.split("---\n", maxsplit=2)
     assert yaml.safe_load(head) == {
@@ -81,7 +85,7 @@ def test_the_card_of_a_run_tells_what_was_trained_and_nothing_of_the_data(
         "| `r` | 4 |",
         "| `target_modules` |",
         "| `dtype` | float32 |",
-        "cut at max_length 20",
+        "cut at max_length 60",
         "- evaluation: 3 samples",
         "- training: ",
         "at step 4, the best ",

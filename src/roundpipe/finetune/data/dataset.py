@@ -54,7 +54,8 @@ class Dataset:
     """Samples to train on, samples to evaluate on, and the account of both.
 
     ``parts``: of each entry, in ``samples``: (start, stop, weight); a weight is how often an epoch
-    sees each sample. ``entries``: a name and the counts of each part.
+    sees each sample. ``entries``: a name and the counts of each part. ``shapes``: path and shape of
+    every entry, those to evaluate on at the end.
     """
 
     samples: Samples
@@ -65,6 +66,7 @@ class Dataset:
     account: Account
     limit: int
     entries: tuple[tuple[str, Stats], ...] = ()
+    shapes: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> list[str]:
         """Lines for people: sizes, lengths, and whatever was cut, left out or odd."""
@@ -123,7 +125,7 @@ def load_dataset(
         others = _load(config.eval_dataset, how, account)
         held_out = Samples(entry.part for entry in others)
     elif config.val_size is not None:
-        train, chosen = _split(samples.rows(), config)
+        train, chosen = split_rows(samples.rows(), config)
         samples, held_out = samples.take(train), samples.take(chosen)
     parts = _parts(entries, train)
     _note_shared(account, samples, held_out)
@@ -142,6 +144,7 @@ def load_dataset(
         )
         if len(entries) > 1
         else (),
+        tuple((each.entry.path, each.account.shape) for each in (*entries, *others)),
     )
 
 
@@ -245,7 +248,7 @@ def _write_rejected(entries: Sequence[EntrySamples], folder: Path) -> Path:
     return path
 
 
-def _split(
+def split_rows(
     rows: NDArray[np.int64], config: TrainConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which samples are trained on and which are held out, drawn by the data's seed; both rise.

@@ -99,6 +99,12 @@ class Order:
             first += count
         return cls(config, chosen, packing=packing, lengths=packing.tokens)
 
+    @classmethod
+    def packed(cls, config: TrainConfig, packing: Packing) -> Order:
+        """The order of rows that somebody packed already."""
+        part = _Part.of(0, len(packing.tokens), 1.0)
+        return cls(config, [part], packing=packing, lengths=packing.tokens)
+
     def rows(self, step: int) -> list[tuple[int, ...]]:
         """The samples of each row that the ``step``-th step trains; fewer in an epoch's last."""
         assert step >= 1, step

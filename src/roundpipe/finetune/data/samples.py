@@ -135,6 +135,13 @@ class Samples(Sequence[Sample]):
         """The given samples, in memory."""
         return cls([part_of(samples)])
 
+    @classmethod
+    def joined(cls, several: Iterable[Samples]) -> Samples:
+        """Samples of several datasets, one after another."""
+        made = cls()
+        made._set([piece for samples in several for piece in samples._pieces])
+        return made
+
     def _set(self, pieces: Sequence[_Piece]) -> None:
         self._pieces = pieces
         self._ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)

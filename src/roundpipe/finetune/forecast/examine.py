@@ -32,7 +32,6 @@ from roundpipe.device.probe import (
 from roundpipe.device.survey import Place, each_card_once, is_card, survey_devices
 from roundpipe.device.topology import Slot, slot_of
 from roundpipe.finetune.forecast.examine_host import HostExamination, rounded
-from roundpipe.finetune.forecast.examine_software import SoftwareExamination
 from roundpipe.plan.cards import find_card
 from roundpipe.plan.machine import Card, Link, Machine
 from roundpipe.report.readings import CopyRates, DeviceReadings, Lanes, OtherProcess, Readings
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from roundpipe.device.api import Device
     from roundpipe.device.nvidia_smi import Run
     from roundpipe.device.probe import Effort
+    from roundpipe.finetune.forecast.examine_software import SoftwareExamination
 
 _UPDATE_BYTES = 28  # that update and publish of one parameter move
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from roundpipe.device.host_memory import HostMemory
     from roundpipe.device.probe import Effort
+    from roundpipe.optim.execution import Implementation
     from roundpipe.report.readings import DeviceReadings
 
 HOST_EFFORT = replace(CPU_EFFORT, copy_bytes=256 * 2**20)  # more than caches hold
@@ -76,7 +77,9 @@ class HostExamination:
         one = _on_host(1, effort, _bandwidth)
         several = one if threads == 1 else _on_host(threads, effort, _bandwidth)
         parameters = min(self.parameters, free_bytes // 100)
-        update = _on_host(updating, effort, lambda probe: update_seconds(probe, parameters))
+        not_compiled = self.why_not_compiled()
+        how: Implementation = "chunks" if not_compiled else "auto"
+        update = _on_host(updating, effort, lambda probe: update_seconds(probe, parameters, how))
         memory = host_memory(self.root)
         now = clock(self.root)
         return HostReadings(
@@ -86,7 +89,7 @@ class HostExamination:
             usual_bandwidth=_usual_bandwidth(memory, devices, threads),
             update_seconds=rounded(update),
             update_threads=updating,
-            not_compiled=self.why_not_compiled(),
+            not_compiled=not_compiled,
             machine_bytes=None if memory is None else memory.machine_bytes,
             usable_bytes=None if memory is None else memory.usable_bytes,
             limited_by="" if memory is None else memory.limited_by,
@@ -101,7 +104,7 @@ class HostExamination:
         )
 
 
-def update_seconds(probe: Probe, parameters: int) -> float:
+def update_seconds(probe: Probe, parameters: int, how: Implementation = "auto") -> float:
     """Seconds that our optimizer takes for one of ``parameters``: bf16 weights, fp32 state."""
     master, exp_avg, exp_avg_sq = (torch.full((parameters,), 0.01) for _ in range(3))
     grad = torch.full((parameters,), 1e-3, dtype=torch.bfloat16)
@@ -109,7 +112,7 @@ def update_seconds(probe: Probe, parameters: int) -> float:
     config = AdamWConfig(lr=1e-5)
 
     def update() -> None:
-        adamw_(master, grad, exp_avg, exp_avg_sq, 10, config, out=working)
+        adamw_(master, grad, exp_avg, exp_avg_sq, 10, config, out=working, implementation=how)
 
     return probe.median_seconds(update) / parameters
 

@@ -64,6 +64,7 @@ class Reference:
     measured: Machine
     load: Load = load_profile
     _chosen: _Chosen | None = None
+    _profiles: dict[str, Profile] = field(default_factory=dict)
     _known: list[tuple[Machine, float | None]] = field(default_factory=list)
 
     @property
@@ -86,6 +87,14 @@ class Reference:
         self._known.append((machine, speed))
         return speed
 
+    def largest(self, machine: Machine) -> str:
+        """The first of the jobs that the host memory of ``machine`` holds, or none in words."""
+        for model, method in _JOBS:
+            profile = self._profile(model, method)
+            if self._setting(profile, machine) is not None:
+                return f"{profile.name}, {profile.method}"
+        return "none of them"
+
     @property
     def _job(self) -> Job:
         cards = self.measured.cards
@@ -102,13 +111,18 @@ class Reference:
         """The first job that the measured machine can hold; else the last."""
         if self._chosen is None:
             for model, method in _JOBS:
-                profile = self.load(model, method, self._job.bits)
+                profile = self._profile(model, method)
                 setting = self._setting(profile, self.measured)
                 plan = None if setting is None else _plan(setting, "auto")
                 if plan is not None:
                     break
             self._chosen = _Chosen(profile, plan)
         return self._chosen
+
+    def _profile(self, model: str, method: MethodName) -> Profile:
+        if model + method not in self._profiles:
+            self._profiles[model + method] = self.load(model, method, self._job.bits)
+        return self._profiles[model + method]
 
     def _seconds(self, machine: Machine) -> float | None:
         chosen = self._choice()

@@ -56,14 +56,21 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
 
 
 def add_adapter(
-    model: PreTrainedModel, config: TrainConfig, source: ModelSource, *, seed: int
+    model: PreTrainedModel,
+    config: TrainConfig,
+    source: ModelSource,
+    *,
+    seed: int,
+    lora: LoraConfig | None = None,
 ) -> PeftModel:
     """Wrap ``model`` with the LoRA adapter that ``config`` describes; freezes the base in place.
+
+    ``lora``: peft's own settings in place of the config's; they stay as they are.
 
     The random start depends on ``seed`` alone; the caller's random state stays as it is. Raises
     ConfigError where peft refuses the settings.
     """
-    lora = lora_config(config)
+    lora = lora_config(config) if lora is None else copy.deepcopy(lora)
     _require_named(lora, model)
     _leave_out_routed(lora, model)
     _leave_out_unread(lora, model)

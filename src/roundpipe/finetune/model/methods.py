@@ -25,6 +25,7 @@ from roundpipe.models.routed import is_routed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from peft import LoraConfig
     from torch import Tensor, nn
 
     from roundpipe.finetune.model.base_model import BaseModel
@@ -43,12 +44,14 @@ def prepare_method(
     *,
     say: Callable[[str], None],
     hub: Hub | None = None,
+    lora: LoraConfig | None = None,
 ) -> nn.Module:
     """Freeze ``base`` and add to it what ``config`` trains; the model to wrap in a RoundPipe.
 
-    An adapter is put around the base, everything else changes the base in place. ``say`` shows a
-    line. May download an adapter. Raises ConfigError where nothing would be trained, where what is
-    named is not there, and for weights in 4 bits that are to be trained themselves.
+    An adapter is put around the base, everything else changes the base in place. ``lora``: its
+    settings, where they are not the config's. ``say`` shows a line. May download an adapter. Raises
+    ConfigError where nothing would be trained, where what is named is not there, and for weights in
+    4 bits that are to be trained themselves.
     """
     model: Any = base.model
     ends = _ends(model)
@@ -65,7 +68,7 @@ def prepare_method(
                 say=say,
             )
         else:
-            model = add_adapter(model, config, source, seed=config.seed)
+            model = add_adapter(model, config, source, seed=config.seed, lora=lora)
         _say_routed(model, config, say)
     if base.is_packed:
         refuse_packed(model)

@@ -120,21 +120,21 @@ def judge(config: TrainConfig, path: Path, counting: Counting = uncounted) -> Ea
         _refuse_foreign_files(config, path)
     if wish not in (None, "auto", "none"):
         began = None if config.overwrite_output_dir else old
-        return _named(config, str(wish), began, counting)
+        return named(config, str(wish), began, counting)
     if old is None or (config.overwrite_output_dir and wish != "auto"):
         return Earlier(RunState.NEW)
     state = _read_state(path)
     changes = _changes(config, old, state)
     if config.overwrite_output_dir:
         is_replaced = changes or state is not None
-        return Earlier(RunState.NEW) if is_replaced else _newest(config, path, counting)
+        return Earlier(RunState.NEW) if is_replaced else newest(config, path, counting)
     if changes and wish != "auto":
         raise _another(config, changes)
     if state is not None and not changes:
         return Earlier(RunState.FINISHED)
     if wish == "none":
         return Earlier(RunState.UNFINISHED, lines=("starting over, as asked",))
-    found = _newest(config, path, counting)
+    found = newest(config, path, counting)
     if found.checkpoint is None and state is not None:
         raise _nowhere_to_go_on(config, "a finished run", found.lines[1:])
     if found.checkpoint is None and len(found.lines) > 1:
@@ -160,7 +160,7 @@ def _nowhere_to_go_on(config: TrainConfig, what: str, broken: Sequence[str]) -> 
     )
 
 
-def _newest(config: TrainConfig, path: Path, counting: Counting) -> Earlier:
+def newest(config: TrainConfig, path: Path, counting: Counting) -> Earlier:
     """Go on from the newest checkpoint that is whole, if there is any."""
     broken: list[str] = []
     for folder in _newest_first(path):
@@ -181,7 +181,7 @@ def _with_changes(changes: list[str]) -> Iterator[str]:
         yield f"with another config: {'; '.join(changes)}"
 
 
-def _named(
+def named(
     config: TrainConfig, given: str, old: dict[str, Any] | None, counting: Counting
 ) -> Earlier:
     """From the checkpoint that the user names."""

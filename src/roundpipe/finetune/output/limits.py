@@ -100,7 +100,7 @@ def reasons_against(
     if tool not in _BOTH:
         return
     if source.gguf_file is not None or source.package is not None:
-        yield "it reads a base from the files that transformers writes, which this one is not"
+        yield "it does not open such a base (GGUF, or inside a Python package)"
     if tool == "llama.cpp" and is_tied and _has_head(peft):
         yield "it has no adapter for a head that is one with the embedding (lm_head)"
 

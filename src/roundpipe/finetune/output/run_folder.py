@@ -36,7 +36,7 @@ from roundpipe.finetune.settings.parse import RESOLVED
 from roundpipe.store.folder_lock import lock_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from roundpipe.finetune.output.earlier import Counting
     from roundpipe.finetune.settings.config import TrainConfig
@@ -154,11 +154,17 @@ def config_text(config: TrainConfig) -> str:
 
 
 @contextlib.contextmanager
-def claim(config: TrainConfig, counting: Counting = uncounted) -> Iterator[RunFolder]:
+def claim(
+    config: TrainConfig,
+    counting: Counting = uncounted,
+    *,
+    judged: Callable[[TrainConfig, Path, Counting], Earlier] = judge,
+) -> Iterator[RunFolder]:
     """Hold ``config.output_dir`` for this process and say what it holds already.
 
-    ``counting``: see `judge`. Makes the folder if need be, and takes it away again if it stays
-    empty. Raises ConfigError when another live process holds it, and for what `judge` refuses.
+    ``counting``: see `judge`; ``judged``: what judges in its place. Makes the folder if need be,
+    and takes it away again if it stays empty. Raises ConfigError when another live process holds
+    it, and for what `judge` refuses.
     """
     path = Path(config.output_dir).expanduser()
     if path.exists() and not path.is_dir():
@@ -168,7 +174,7 @@ def claim(config: TrainConfig, counting: Counting = uncounted) -> Iterator[RunFo
     _make_folder(path)
     try:
         with lock_folder(path, key="output_dir"):
-            yield RunFolder(path, judge(config, path, counting), config.output_dir)
+            yield RunFolder(path, judged(config, path, counting), config.output_dir)
     finally:
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: the run wrote something

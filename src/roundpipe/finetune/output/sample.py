@@ -1,127 +1,304 @@
-"""Let the model answer a few questions while it is being trained, without disturbing it.
+"""Let a model answer: the one place that does, for samples of a run, evaluation and conversation.
 
-The answers come from a copy of the module tree around the newest weights: no weight is copied, and
-neither the training mode nor the parameters of the model that is trained are touched. Decoding is
-greedy, and the random state is put back all the same (a model may draw in places of its own).
+`RoundPipe.generate` makes the tokens, with the newest weights, on the first device: resident where
+the weights fit, else streamed. Training may go on afterwards with the same bits: the random state
+is put back, and nothing of the model is touched.
+
+Prompts are answered several at a time, padded on the left; those of like length together. A model
+that carries a state from token to token may take padding for text: that is tried once, and where it
+does, only prompts of one length go together.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextStreamer
 
+from roundpipe.errors import DeviceError
 from roundpipe.finetune.model.from_transformers import quiet_transformers
+from roundpipe.finetune.model.vocabulary import pad_token_of
+from roundpipe.finetune.output.prompts import end_tokens, tokens_of
+from roundpipe.finetune.output.rate import outlook_line, rate_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from roundpipe.engine.outlook import Outlook
+    from roundpipe.finetune.output.prompts import Prompt
+    from roundpipe.plan.machine import Machine
+    from roundpipe.roundpipe import RoundPipe
+
 MAX_NEW_TOKENS = 64
+BATCH_SIZE = 8
 _BYTES_PER_THREAD = 1 << 29
+_ROWS_PER_THREAD = 8
+_ALIKE = 1e-2  # of the largest logit: what padding may change by rounding
 
 
-def answer_prompts(
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
+def answer(  # noqa: PLR0913 - what one may want to say about an answer
+    trainer: RoundPipe,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = BATCH_SIZE,
+    tell: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    **sampling: Any,
 ) -> list[str]:
-    """Answer each prompt greedily with ``weights``, on the host, one after another.
+    """Answer each prompt; see `Answerer` and its `answers`."""
+    how = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **sampling}
+    return Answerer(trainer, tokenizer, **how).answers(prompts, tell=tell, should_stop=should_stop)
 
-    A prompt goes through the chat template as a user's message where the tokenizer has one.
+
+class Answerer:
+    """A model and how it answers. ``num_tokens`` and ``seconds``: of what it has made so far.
+
+    Greedy unless ``sampling`` says otherwise: ``do_sample``, ``temperature`` and whatever else a
+    ``GenerationConfig`` knows; what is not said is as the model's own says. ``seed``: of draws,
+    None takes the random state as it is. ``machine``: whose first device answers, for forecasts;
+    None: as the model's devices are known.
     """
-    if not prompts:
-        return []
-    copied: Any = copy_around(model, weights).eval()
-    settings = _greedy(copied, tokenizer, max_new_tokens)
-    with (
-        _fewer_threads(copied),
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(),
-        quiet_transformers(),
-    ):
-        return [_answer(copied, tokenizer, prompt, settings) for prompt in prompts]
 
+    def __init__(
+        self,
+        trainer: RoundPipe,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        batch_size: int = BATCH_SIZE,
+        seed: int | None = None,
+        machine: Machine | None = None,
+        **sampling: Any,
+    ) -> None:
+        self.trainer, self.tokenizer = trainer, tokenizer
+        self.max_new_tokens, self.batch_size, self.seed = max_new_tokens, batch_size, seed
+        self.num_tokens, self.seconds = 0, 0.0
+        self._machine = machine
+        self._sampling = {"do_sample": False, **sampling}
+        self._ends = end_tokens(trainer.model, tokenizer)
+        self._pad = pad_token_of(tokenizer, trainer.model)
+        self._takes_padding: bool | None = None if _is_stateful(trainer.model) else True
 
-def copy_around(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Copy the module tree of ``model`` around ``weights``; tensors are shared, not copied.
+    # ---- before and after
 
-    Parameters that ``weights`` does not name, and all buffers, are those of ``model``.
-    """
-    memo: dict[int, Any] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = weights.get(name, parameter)
-        if id(parameter) not in memo:
-            memo[id(parameter)] = nn.Parameter(tensor.detach(), requires_grad=False)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        memo[id(buffer)] = weights.get(name, buffer)
-    return copy.deepcopy(model, memo)
-
-
-def _greedy(
-    model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
-) -> GenerationConfig:
-    """Greedy decoding that ends where the model or its template ends a turn.
-
-    ``generate`` takes whatever is not said here from the model's own generation config.
-    """
-    own = getattr(model, "generation_config", None)
-    ends = _as_list(getattr(own, "eos_token_id", None)) + _as_list(tokenizer.eos_token_id)
-    pads = _as_list(tokenizer.pad_token_id) + ends
-    kind: Any = GenerationConfig
-    settings: GenerationConfig = kind(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(set(ends)) or None,
-        pad_token_id=pads[0] if pads else None,
-    )
-    return settings
-
-
-def _answer(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, settings: GenerationConfig
-) -> str:
-    if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+    def outlook(self, prompts: Sequence[Prompt], *, rows: int | None = None) -> Outlook:
+        """What answering ``prompts``, ``rows`` of them at a time, will do."""
+        longest = max((len(tokens_of(self.tokenizer, prompt)) for prompt in prompts), default=1)
+        rows = min(len(prompts) or 1, self.batch_size) if rows is None else rows
+        return self.trainer.generation_outlook(
+            rows, longest, self.max_new_tokens, machine=self._machine
         )
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    ids = inputs["input_ids"]
-    output = model.generate(
-        input_ids=ids, attention_mask=inputs["attention_mask"], generation_config=settings
-    )
-    answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    return str(answer).strip()
+
+    def outlook_line(self, prompts: Sequence[Prompt]) -> str:
+        """What will happen and about how fast: ``streamed: 9 of 32 blocks stay, …``."""
+        many = self.outlook(prompts)
+        return outlook_line(many if many.rows == 1 else self.outlook(prompts, rows=1), many)
+
+    def rate_line(self) -> str:
+        """What was measured: ``312 tokens in 14.1 s: 22 tokens/s``."""
+        if not self.seconds:
+            return "nothing was answered"
+        rate = rate_text(self.num_tokens / self.seconds)
+        return f"{self.num_tokens:,} tokens in {self.seconds:.1f} s: {rate} tokens/s"
+
+    # ---- answering
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        tell: Callable[[int], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> list[str]:
+        """Answer each prompt, in their order; blocks until all are.
+
+        A prompt is a question, messages that end with one, or token ids. ``tell`` is called with
+        the number of answers so far; once ``should_stop`` says so, answers that are not complete
+        are what there is of them. Where a device has no room for so many at a time it takes fewer.
+        Raises DataError for a prompt that the chat template refuses, DeviceError without any room.
+        """
+        if not prompts:
+            return []
+        tokens = [tokens_of(self.tokenizer, prompt) for prompt in prompts]
+        found = [""] * len(prompts)
+        done = 0
+        with self._undisturbed(), quiet_transformers():
+            waiting = self._together(tokens)
+            while waiting and not (should_stop and should_stop()):
+                batch = waiting.pop(0)
+                try:
+                    made = self._made([tokens[i] for i in batch], should_stop=should_stop)
+                except DeviceError as error:
+                    if len(batch) == 1 or not isinstance(error.__cause__, torch.OutOfMemoryError):
+                        raise
+                    half = (len(batch) + 1) // 2
+                    waiting[:0] = [batch[:half], batch[half:]]
+                    self.batch_size = half
+                    continue
+                for index, row in zip(batch, made, strict=True):
+                    found[index] = self._text(row)
+                done += len(batch)
+                if tell is not None:
+                    tell(done)
+        return found
+
+    def stream(
+        self,
+        prompt: Prompt,
+        show: Callable[[str], None],
+        *,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> str:
+        """Answer one prompt, giving the text to ``show`` piece by piece as it is made."""
+        tokens = tokens_of(self.tokenizer, prompt)
+        with self._undisturbed(), quiet_transformers():
+            streamer = _Shown(self.tokenizer, show)
+            (row,) = self._made([tokens], should_stop=should_stop, streamer=streamer)
+        return self._text(row)
+
+    def _text(self, row: list[int]) -> str:
+        return str(self.tokenizer.decode(row, skip_special_tokens=True)).strip()
+
+    def _made(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        should_stop: Callable[[], bool] | None = None,
+        streamer: TextStreamer | None = None,
+    ) -> list[list[int]]:
+        """New tokens for each prompt, all at a time, up to and with what ends an answer."""
+        width = max(map(len, prompts))
+        more: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+        if should_stop is not None:
+            more["stopping_criteria"] = [_stops_when(should_stop)]
+        started = time.perf_counter()
+        output = self.trainer.generate(
+            **self._padded(prompts, width), generation_config=self._settings(), **more
+        )
+        self.seconds += time.perf_counter() - started
+        rows = [self._ended(row) for row in output[:, width:].tolist()]
+        self.num_tokens += sum(map(len, rows))
+        return rows
+
+    def _padded(self, prompts: Sequence[list[int]], width: int) -> dict[str, Any]:
+        ids = torch.full((len(prompts), width), self._pad)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(prompts):
+            ids[row, width - len(tokens) :] = torch.tensor(tokens)
+            mask[row, width - len(tokens) :] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _settings(self) -> GenerationConfig:
+        """What is not said here ``generate`` takes from the model's own generation config."""
+        kind: Any = GenerationConfig
+        settings: GenerationConfig = kind(
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=self._ends or None,
+            pad_token_id=self._pad,
+            **self._sampling,
+        )
+        return settings
+
+    def _ended(self, row: list[int]) -> list[int]:
+        """Without what fills up rows that ended before others."""
+        end = next((at for at, token in enumerate(row) if token in self._ends), len(row))
+        return row[: end + 1]
+
+    def _together(self, tokens: Sequence[list[int]]) -> list[list[int]]:
+        """Which prompts go together, longest first: what has no room is known at once."""
+        order = sorted(range(len(tokens)), key=lambda i: -len(tokens[i]))
+        if len({len(each) for each in tokens}) == 1 or self._pads_right(tokens[order[-1]]):
+            groups: list[list[int]] = [order]
+        else:
+            by_length = itertools.groupby(order, key=lambda i: len(tokens[i]))
+            groups = [list(group) for _, group in by_length]
+        size = self.batch_size
+        return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
+
+    def _pads_right(self, prompt: list[int]) -> bool:
+        """Whether padding before a prompt changes nothing; tried once with a model of states."""
+        if self._takes_padding is None:
+            logits = [
+                self.trainer.generate(
+                    **self._padded([prompt], len(prompt) + more),
+                    max_new_tokens=1,
+                    do_sample=False,
+                    return_dict_in_generate=True,
+                    output_logits=True,
+                ).logits[0]
+                for more in (0, 3)
+            ]
+            difference = (logits[0] - logits[1]).abs().max()
+            self._takes_padding = bool(difference <= _ALIKE * logits[0].abs().max())
+        return self._takes_padding
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Put the random state back, and take no more threads than help."""
+        place = self.trainer.generation_outlook(1, 1, 1).place
+        cards = [] if place.type == "cpu" else [place]
+        kind = "cuda" if not cards else place.type
+        with (
+            torch.random.fork_rng(devices=cards, device_type=kind),
+            _fewer_threads(self.trainer.model, self.batch_size)
+            if place.type == "cpu"
+            else contextlib.nullcontext(),
+        ):
+            if self.seed is not None:
+                torch.manual_seed(self.seed)
+            yield
+
+
+class _Shown(TextStreamer):
+    """Gives text away as it is made, without the prompt."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show, self._has_begun = show, False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """See `TextStreamer`; white space before the first word is left out, as in an answer."""
+        text = text if self._has_begun else text.lstrip()
+        if text:
+            self._has_begun = True
+            self._show(text)
+
+
+def _stops_when(should_stop: Callable[[], bool]) -> Callable[..., Tensor]:
+    def stops(ids: Tensor, _scores: Any, **_: Any) -> Tensor:
+        return torch.full((ids.shape[0],), should_stop(), device=ids.device)
+
+    return stops
+
+
+def _is_stateful(model: Any) -> bool:
+    """Whether transformers says that a model carries a state from token to token."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    return bool(getattr(base, "_is_stateful", False))
 
 
 @contextlib.contextmanager
-def _fewer_threads(model: nn.Module) -> Iterator[None]:
-    """Give a thread at least half a gigabyte of weights to read for each token.
+def _fewer_threads(model: Any, rows: int) -> Iterator[None]:
+    """Give a thread of a CPU at least half a gigabyte of weights to read for each token.
 
     With less its threads mostly wait for each other, and where the machine is busy with something
     else as well they wait a scheduler's slice each time: 135 M weights took 78 s in place of 4.
+    Several rows at a time are more work for the same bytes.
     """
     threads = torch.get_num_threads()
     size = sum(parameter.nbytes for parameter in model.parameters())
+    size *= max(1, rows // _ROWS_PER_THREAD)
     torch.set_num_threads(max(1, min(threads, size // _BYTES_PER_THREAD)))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

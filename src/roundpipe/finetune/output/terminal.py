@@ -10,11 +10,13 @@ Rule: a place that is gone (a closed terminal, a pipe whose reader ended) never 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, TextIO
 
+from roundpipe.finetune.output.answers import LEAST_WIDTH, in_columns, stacked
 from roundpipe.finetune.output.counting import Counting
 from roundpipe.finetune.output.progress import (
     BarProgress,
@@ -125,10 +127,15 @@ class Terminal:
 
     def answers(self, prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
         """Show what the model answered before and after training, side by side."""
+        width = self._width()
         for prompt, old, new in zip(prompts, before, after, strict=True):
-            self.line(f"prompt: {_one_line(prompt)}")
-            self.line(f"  before: {_one_line(old)}")
-            self.line(f"  after:  {_one_line(new)}")
+            lines = stacked(prompt, old, new)
+            shown = lines if width < LEAST_WIDTH else in_columns(prompt, old, new, width=width)
+            with self._lock:
+                for text in shown:
+                    (self._write_above or self._write_line)(text)
+                for text in lines:
+                    self.log(text)
 
     @contextlib.contextmanager
     def progress(self, total_steps: int, *, done: int = 0) -> Iterator[Progress]:
@@ -167,6 +174,10 @@ class Terminal:
         except (OSError, ValueError):
             return False
 
+    def _width(self) -> int:
+        """Columns of the terminal; 0 where there is none."""
+        return shutil.get_terminal_size().columns if self._is_tty() else 0
+
     def _write_line(self, text: str) -> None:
         self._write(text + "\n")
 
@@ -185,7 +196,3 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

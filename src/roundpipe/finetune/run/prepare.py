@@ -19,6 +19,7 @@ from roundpipe.device.survey import Place, survey_devices
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.data.dataset import Dataset, load_dataset, marked_sample
 from roundpipe.finetune.data.order import Order
+from roundpipe.finetune.data.samples import Sample
 from roundpipe.finetune.forecast.forecast import check_host, job_of
 from roundpipe.finetune.forecast.wish import Wish, method_of
 from roundpipe.finetune.model.adapters import ParameterCounts, count_parameters, short_count
@@ -30,16 +31,19 @@ from roundpipe.finetune.model.methods import prepare_method
 from roundpipe.finetune.model.positions import check_lengths
 from roundpipe.finetune.model.source import ModelSource, locate_model
 from roundpipe.finetune.model.started import adapter_folder
+from roundpipe.finetune.model.vocabulary import pad_token_of, require_rows
 from roundpipe.finetune.output.result_files import tokenizer_bytes
+from roundpipe.finetune.run.batches import Rows
 from roundpipe.finetune.run.content import Content, data_digest
 from roundpipe.finetune.run.loggers import require_loggers
 from roundpipe.finetune.run.room import Room, require_room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
+    from peft import LoraConfig
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
     from roundpipe.finetune.model.base_model import BaseModel
     from roundpipe.finetune.output.earlier import Earlier
     from roundpipe.finetune.output.terminal import Terminal
+    from roundpipe.finetune.run.batches import Batches
+    from roundpipe.finetune.run.own_loss import OwnLoss
     from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.plan.machine import Machine
 
@@ -60,7 +66,8 @@ class Job:
     """A run that is ready to begin.
 
     ``model`` is what is trained, ``base`` what it was loaded as; ``order``: which samples each step
-    takes; ``content``: digests of what it works on; ``pinned_memory_limit``: bytes.
+    takes; ``content``: digests of what it works on; ``batches``: how samples become tensors;
+    ``loss``: in place of the model's own; ``pinned_memory_limit``: bytes.
     """
 
     config: TrainConfig
@@ -73,7 +80,9 @@ class Job:
     base: BaseModel
     content: Mapping[str, str | None]
     environment: Mapping[str, str]
+    batches: Batches
     pinned_memory_limit: int | None = None
+    loss: OwnLoss | None = None
 
     @property
     def is_adapter(self) -> bool:
@@ -87,14 +96,8 @@ class Job:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills short rows; masked, so that any token will do that the model has a row for.
-
-        One that was added to a tokenizer only to pad with often has none.
-        """
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if isinstance(token, int) and token < _rows(self.model):
-                return token
-        return 0
+        """What fills short rows."""
+        return pad_token_of(self.tokenizer, self.model)
 
     def header(self) -> str:
         """The line that says what is trained on what, with what."""
@@ -119,6 +122,43 @@ class Job:
         )
 
 
+@dataclass(frozen=True)
+class Read:
+    """Data that is ready, and the config as it is with it. ``batches`` None: as usual."""
+
+    config: TrainConfig
+    dataset: Dataset
+    order: Order
+    batches: Batches | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is there already. ``digest``: of its content; ``is_ready``: what of it is
+    trained is settled; ``devices``: it is on them."""
+
+    base: BaseModel
+    source: ModelSource
+    digest: str
+    is_ready: bool = False
+    devices: Sequence[Device] | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What whoever starts a run has in place of what its config names; None: nothing.
+
+    ``data`` is called with config, tokenizer and what `load_dataset` calls counting. ``lora``: the
+    adapter's settings, of peft.
+    """
+
+    tokenizer: Any = None
+    data: Callable[[TrainConfig, Any, Any], Read] | None = None
+    model: Loaded | None = None
+    lora: LoraConfig | None = None
+    loss: OwnLoss | None = None
+
+
 @contextlib.contextmanager
 def prepare(
     config: TrainConfig,
@@ -126,6 +166,7 @@ def prepare(
     *,
     environment: Mapping[str, str] | None = None,
     earlier: Earlier | None = None,
+    given: Given = Given(),
 ) -> Iterator[Job]:
     """Make devices, read tokenizer and data, load the model and say what of it is trained.
 
@@ -136,34 +177,33 @@ def prepare(
     environment = environment or {}
     require_loggers(config)
     content = Content.of(earlier, terminal.line)
-    source = locate_model(config.model_name_or_path)
-    devices = resolve_devices(config.devices, environment=environment)
+    loaded = given.model
+    source = locate_model(config.model_name_or_path) if loaded is None else loaded.source
     with contextlib.ExitStack() as parts:
-        for device in devices:
-            parts.callback(device.close)
-        source = fetch(source, terminal)
+        devices = _devices(config, loaded, environment, parts)
+        if loaded is None:
+            source = fetch(source, terminal)
         if config.adapter_name_or_path is not None:
             adapter_folder(config.adapter_name_or_path)
-        with terminal.waiting(f"loading the tokenizer of {source.name}"):
-            tokenizer = load_tokenizer(source)
+        tokenizer = given.tokenizer or _tokenizer(source, terminal)
         folder = Path(config.output_dir).expanduser()
-        dataset = load_dataset(
-            config, tokenizer, counting=terminal.counting, environment=environment, folder=folder
-        )
-        order = Order.of(config, dataset)
+        read = (given.data or _reader(environment, folder))(config, tokenizer, terminal.counting)
+        config, dataset, order = read.config, read.dataset, read.order
         content.note("data", data_digest(dataset))
         machine = survey_devices(devices, place=Place(folder=folder))
-        wish = _wish(config, order)
-        dtype = DTYPES[job_of(wish, machine).dtype]
+        if loaded is None:
+            base = _base(config, order, source, machine, terminal, environment)
+            content.note("base", fingerprint(source))
+        else:
+            base = loaded.base
+            content.note("base", loaded.digest)
+        dtype = next(p.dtype for p in base.model.parameters() if p.is_floating_point())
         if config.fp16_accumulation:
             parts.enter_context(fp16_accumulation(devices, dtype))
-        if not _is_small(source, machine):
-            with terminal.waiting("counting the model"):
-                _check_counted(wish, machine, environment, folder)
-        fetch_weights(source, terminal)
-        content.note("base", fingerprint(source))
-        base = _load(config, source, dtype, terminal)
-        model = _ready(base, config, source, tokenizer, dataset, terminal)
+        model = base.model
+        _check_data(base, source, tokenizer, dataset, terminal)
+        if loaded is None or not loaded.is_ready:
+            model = _ready(base, config, source, tokenizer, terminal, lora=given.lora)
         require_room(Room.of(model, config, beside=tokenizer_bytes(tokenizer)), config, folder)
         job = Job(
             config=config,
@@ -176,10 +216,65 @@ def prepare(
             base=base,
             content={**content.found, "commit": source.commit},
             environment=environment,
+            batches=read.batches or Rows(pad_token_of(tokenizer, model), config.packing),
             pinned_memory_limit=_bytes_of(config.pinned_memory_limit, machine),
+            loss=given.loss,
         )
         _show(job, terminal)
         yield job
+
+
+def _devices(
+    config: TrainConfig,
+    loaded: Loaded | None,
+    environment: Mapping[str, str],
+    parts: contextlib.ExitStack,
+) -> Sequence[Device]:
+    """The devices that a model is on already, or new ones, closed with ``parts``."""
+    if loaded is not None and loaded.devices is not None:
+        return loaded.devices
+    devices = resolve_devices(config.devices, environment=environment)
+    for device in devices:
+        parts.callback(device.close)
+    return devices
+
+
+def _tokenizer(source: ModelSource, terminal: Terminal) -> PreTrainedTokenizerBase:
+    with terminal.waiting(f"loading the tokenizer of {source.name}"):
+        return load_tokenizer(source)
+
+
+def _reader(
+    environment: Mapping[str, str], folder: Path
+) -> Callable[[TrainConfig, Any, Any], Read]:
+    """Reads the data that a config names."""
+
+    def read(config: TrainConfig, tokenizer: Any, counting: Any) -> Read:
+        dataset = load_dataset(
+            config, tokenizer, counting=counting, environment=environment, folder=folder
+        )
+        return Read(config, dataset, Order.of(config, dataset))
+
+    return read
+
+
+def _base(
+    config: TrainConfig,
+    order: Order,
+    source: ModelSource,
+    machine: Machine,
+    terminal: Terminal,
+    environment: Mapping[str, str],
+) -> BaseModel:
+    """Load the base model, if memory and disk will hold the run."""
+    folder = Path(config.output_dir).expanduser()
+    wish = _wish(config, order)
+    dtype = DTYPES[job_of(wish, machine).dtype]
+    if not _is_small(source, machine):
+        with terminal.waiting("counting the model"):
+            _check_counted(wish, machine, environment, folder)
+    fetch_weights(source, terminal)
+    return _load(config, source, dtype, terminal)
 
 
 def _show(job: Job, terminal: Terminal) -> None:
@@ -187,7 +282,9 @@ def _show(job: Job, terminal: Terminal) -> None:
     terminal.line(job.header())
     for line in (*job.dataset.describe()[1:], *job.order.describe()):  # the header has the first
         terminal.line(line)
-    terminal.line(f"sample: {marked_sample(job.dataset.samples[0], job.tokenizer)}    ▌trained▐")
+    first = job.dataset.samples[0]
+    if isinstance(first, Sample):
+        terminal.line(f"sample: {marked_sample(first, job.tokenizer)}    ▌trained▐")
 
 
 def _wish(config: TrainConfig, order: Order) -> Wish:
@@ -245,9 +342,18 @@ def _load(
     )
 
 
-def _rows(model: Any) -> int:
-    """How many tokens the embedding of a causal LM has."""
-    return int(model.get_input_embeddings().weight.shape[0])
+def _check_data(
+    base: BaseModel,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    terminal: Terminal,
+) -> None:
+    """Raise ConfigError for data that the model cannot read."""
+    check_lengths(base.model, _lengths(dataset), terminal.line)
+    if isinstance(dataset.samples[0], Sample):
+        samples = itertools.chain(dataset.samples, dataset.eval_samples)
+        require_rows(base.model, tokenizer, samples, source)
 
 
 def _ready(
@@ -255,34 +361,15 @@ def _ready(
     config: TrainConfig,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
     terminal: Terminal,
+    *,
+    lora: LoraConfig | None,
 ) -> nn.Module:
-    """What is trained of a model, if that suits the data. Raises ConfigError where it does not."""
-    check_lengths(base.model, _lengths(dataset), terminal.line)
-    _require_rows(base.model, tokenizer, dataset, source)
-    model = prepare_method(base, config, source, say=terminal.line)
+    """What is trained of a model. Raises ConfigError where nothing can be."""
+    model = prepare_method(base, config, source, say=terminal.line, lora=lora)
     if (config.special_tokens or {}).get("eos_token"):
         _end_at(base.model, tokenizer.eos_token_id)
     return model
-
-
-def _require_rows(model: Any, tokenizer: Any, dataset: Dataset, source: ModelSource) -> None:
-    """Raise ConfigError where data has tokens that the model's embedding has no row for.
-
-    Left to the embedding, that would be an index out of range in the middle of a step, of which a
-    GPU does not recover.
-    """
-    num_rows = _rows(model)
-    if max(tokenizer.get_vocab().values(), default=0) < num_rows:
-        return
-    for sample in itertools.chain(dataset.samples, dataset.eval_samples):
-        if (token := int(sample.input_ids.max())) >= num_rows:
-            raise ConfigError(
-                f"the tokenizer of {source.given} makes tokens that the model does not have: "
-                f"{tokenizer.convert_ids_to_tokens(token)} is token {token:,}, of {num_rows:,}"
-                "\nhint: the tokenizer that came with the model, or chat_template=auto"
-            )
 
 
 def _end_at(model: nn.Module, token: int) -> None:

@@ -128,9 +128,16 @@ def _settings(job: Job) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in _SETTINGS}
     if job.is_adapter:
         fields = adapter_fields(job.model) or {}
-        found |= {name: fields[name] for name in _ADAPTER if fields.get(name)}
+        found |= {name: _brief(fields[name]) for name in _ADAPTER if fields.get(name)}
     found["dtype"] = str(base_of(job.model).dtype).removeprefix("torch.")
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _brief(value: Any) -> Any:
+    """A value of peft's; of the many full names that it makes of modules their last parts."""
+    if not isinstance(value, list | tuple | set):
+        return value
+    return sorted({str(name).rpartition(".")[2] for name in value})
 
 
 def _data(job: Job) -> list[str]:

@@ -62,15 +62,23 @@ class Saver:
         is_best = is_better and wants_best
         wants_last = is_last and config.save_strategy not in ("no", "best")
         if self.due.is_saving_due(step) or is_asked or is_best or wants_last:
-            # The best is loaded at the end, which takes a whole checkpoint.
-            keeps_state = is_best and config.load_best_model_at_end
-            if is_best:
-                self.wait()  # the best until now stays until this one is on the disk
-                self._next_best = step
-                self._best = step if step == self.last else self._best
-            self._begin(step, only_model=config.save_only_model and not keeps_state)
+            self.save(is_best=is_best)
         if is_asked:
             self._folder.saving_done()
+
+    def save(self, *, is_best: bool = False) -> None:
+        """Begin a checkpoint after the steps done, if there is none; no step may be pending.
+
+        ``is_best``: these weights are the best so far, and may become the result.
+        """
+        config, step = self._training.job.config, self._training.done
+        # The best is loaded at the end, which takes a whole checkpoint.
+        keeps_state = is_best and config.load_best_model_at_end
+        if is_best:
+            self.wait()  # the best until now stays until this one is on the disk
+            self._next_best = step
+            self._best = step if step == self.last else self._best
+        self._begin(step, only_model=config.save_only_model and not keeps_state)
 
     def save_to_go_on(self) -> str | None:
         """Have a checkpoint of the steps done that a run can go on from; its name, or None at 0.
@@ -139,7 +147,7 @@ class Saver:
     def _beside(self) -> tuple[Any, dict[str, Any], str]:
         """What lies beside the weights; as it is now, for it may be written later."""
         training = self._training
-        state = trainer_state(training)
+        state = training.events.trainer_state()
         return training.job.tokenizer, state, config_text(training.job.config)
 
     def _about(self, step: int, *, only_model: bool) -> dict[str, Any]:

@@ -78,8 +78,9 @@ class _Totals:
 class StepLog:
     """Collects the steps of a run; ``history`` holds what was written.
 
-    ``scaled``: losses are scaled, so that several steps may have to find by how much. ``loggers``
-    are given every record too. ``devices``: whose memory is told.
+    ``logging_steps`` None: somebody else says when, by `take` and `append`. ``scaled``: losses are
+    scaled, so that several steps may have to find by how much. ``loggers`` are given every record
+    too. ``devices``: whose memory is told.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class StepLog:
         folder: RunFolder,
         *,
         total_steps: int,
-        logging_steps: int,
+        logging_steps: int | None,
         scaled: bool = False,
         loggers: Loggers | None = None,
         devices: Sequence[Device] = (),
@@ -107,6 +108,11 @@ class StepLog:
         memory = host_memory()
         self._usable_memory = None if memory is None else memory.usable_bytes
 
+    def text(self, name: str, text: str) -> None:
+        """Hand a text to the loggers."""
+        if self._loggers is not None:
+            self._loggers.text(name, text)
+
     def show_on(self, progress: Progress) -> None:
         """Show every further step on ``progress`` too."""
         self._progress = progress
@@ -115,6 +121,16 @@ class StepLog:
     def num_skipped(self) -> int:
         """Steps so far that changed nothing, because their gradient was not finite."""
         return self._totals.num_skipped
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all steps that ended, without padding."""
+        return self._totals.num_tokens
+
+    @property
+    def last_norm(self) -> float | None:
+        """Of the last step that ended: the global norm of its gradients before clipping."""
+        return self._last_norm
 
     def add(self, record: StepRecord, result: PendingStep) -> None:
         """Take a step that was just given; writes the one before it.
@@ -140,11 +156,14 @@ class StepLog:
         self._totals.num_tokens += record.tokens
         self._totals.num_trained_tokens += record.trained_tokens
         problem = self._count_skipped(record, result)
-        is_last = record.step == self._total_steps
-        if record.step % self._logging_steps == 0 or is_last:
+        if self._is_due(record.step):
             self._write()
         if problem is not None:
             raise RoundPipeError(problem)
+
+    def _is_due(self, step: int) -> bool:
+        every = self._logging_steps
+        return every is not None and (step % every == 0 or step == self._total_steps)
 
     def forget(self, step: int) -> None:
         """Step ``step`` and those after it have failed, and are given again; they have no record.
@@ -174,7 +193,7 @@ class StepLog:
             record["eval_tokens"] = tokens
         if seconds is not None:
             record["eval_seconds"] = round(seconds, 3)
-        self._append(record)
+        self.append(record)
         self.say(f"step {step}/{self._total_steps} evaluation loss {loss:.4g}")
 
     # ---- to a checkpoint and back
@@ -202,27 +221,36 @@ class StepLog:
     def finish(self) -> None:
         """Write the steps since the last record, where a run ends before the next is due."""
         self.settle()
-        if self._unlogged:
+        if self._unlogged and self._logging_steps is not None:
             self._write()
 
-    def _write(self) -> None:
+    def take(self) -> StepRecord | None:
+        """The steps since the last record as one, their mean loss; None where there are none."""
         steps, self._unlogged = self._unlogged, []
-        record = steps[-1]
+        if not steps:
+            return None
         mean = replace(
-            record,
+            steps[-1],
             loss=sum(s.loss for s in steps) / len(steps),
             tokens=sum(s.tokens for s in steps),
             seconds=sum(s.seconds for s in steps),
         )
+        if self._progress is not None:
+            self._progress.record(self._figures(mean, self._last_norm))
+        return mean
+
+    def _write(self) -> None:
+        mean = self.take()
+        assert mean is not None, "nothing to write"
         figures = self._figures(mean, self._last_norm)
-        self._append(
+        self.append(
             {
-                "step": record.step,
+                "step": mean.step,
                 "total_steps": self._total_steps,
-                "epoch": round(record.epoch, 4),
+                "epoch": round(mean.epoch, 4),
                 "loss": _finite(mean.loss),
                 "grad_norm": _finite(self._last_norm),
-                "learning_rate": record.learning_rate,
+                "learning_rate": mean.learning_rate,
                 "num_tokens": self._totals.num_tokens,
                 "num_trained_tokens": self._totals.num_trained_tokens,
                 "tokens_per_second": round(figures.tokens_per_second or 0.0, 1),
@@ -232,8 +260,6 @@ class StepLog:
             | ({"skipped": True} if self._totals.skipped_in_a_row else {})
             | ({"num_skipped": self.num_skipped} if self.num_skipped else {})
         )
-        if self._progress is not None:
-            self._progress.record(figures)
 
     def _machine(self, figures: StepFigures) -> dict[str, Any]:
         """What the run takes of the machine; bytes."""
@@ -262,7 +288,7 @@ class StepLog:
             patience=_PATIENCE_SECONDS,
         )
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def append(self, record: dict[str, Any]) -> None:
         """Keep a record, and write it as soon as the disk takes it."""
         self.history.append(record)
         if self._loggers is not None:

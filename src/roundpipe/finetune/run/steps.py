@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,24 +18,28 @@ import torch
 from roundpipe.errors import ConfigError, RoundPipeError
 from roundpipe.finetune.model.neftune import add_neftune
 from roundpipe.finetune.model.packing_check import check_packing
+from roundpipe.finetune.output.answers import answers_text
 from roundpipe.finetune.output.earlier import STATE_FILE
-from roundpipe.finetune.output.sample import answer_prompts
+from roundpipe.finetune.output.sample import Answerer
 from roundpipe.finetune.run.due import Due
+from roundpipe.finetune.run.events import ByConfig
 from roundpipe.finetune.run.loggers import open_loggers
 from roundpipe.finetune.run.recorder import TimelineRecorder
 from roundpipe.finetune.run.result import save_run, show_usage
-from roundpipe.finetune.run.saving import Saver, trainer_state
+from roundpipe.finetune.run.saving import Saver
 from roundpipe.finetune.run.signals import Stopped
 from roundpipe.finetune.run.step_log import StepLog
 from roundpipe.finetune.run.training import Training, has_fp16, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from roundpipe.finetune.output.run_folder import RunFolder
     from roundpipe.finetune.output.terminal import Terminal
+    from roundpipe.finetune.run.events import Events
     from roundpipe.finetune.run.prepare import Job
     from roundpipe.finetune.run.signals import Stop
+    from roundpipe.finetune.run.training import Optimizing
     from roundpipe.roundpipe import RoundPipe
 
 
@@ -50,6 +54,20 @@ class Run:
     folder: RunFolder
     terminal: Terminal
     stop: Stop
+    goes_on: str | None = None
+
+
+@dataclass(frozen=True)
+class Around:
+    """Where a run works: its folder, what it shows, what may stop it, who is told of its steps."""
+
+    folder: RunFolder
+    terminal: Terminal
+    stop: Stop
+    events: Events = field(default_factory=ByConfig)
+    optimizing: Optimizing | None = None  # None: an optimizer as the config says
+    goes_on: str | None = None  # what goes on from a checkpoint; None: the same command
+    keeps_log: bool = True  # False: the events write the log's records
 
 
 def train_job(job: Job, folder: RunFolder, terminal: Terminal, stop: Stop) -> list[dict[str, Any]]:
@@ -57,11 +75,11 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal, stop: Stop) -> li
 
     Raises `Stopped` when a signal came, after a checkpoint was saved, and what made a step fail.
     """
-    with _wrapped(job) as trainer, contextlib.ExitStack() as parts:
-        before = _answers(job, trainer, {}, terminal)
+    with wrapped_for_run(job) as trainer, contextlib.ExitStack() as parts:
+        before = _answers(job, trainer, terminal)
         torch.manual_seed(job.config.seed)
-        run = _started(job, trainer, folder, terminal, stop, parts)
-        with _kept_when_ended_early(run):
+        run = started(job, trainer, Around(folder, terminal, stop), parts)
+        with kept_when_ended_early(run):
             run_steps(run)
             _finish(run, before)
         show_usage(job, terminal)
@@ -70,35 +88,30 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal, stop: Stop) -> li
 
 
 def run_steps(run: Run) -> None:
-    """Run every optimizer step that is left, with the evaluations and saves that are due.
+    """Run every optimizer step that is left, with what its events say is to follow each.
 
-    What is due after a step may be owed by a run that ended there, so it comes first. Raises
-    `Stopped` when a signal has asked for it, and what makes a step fail.
+    Raises `Stopped` when a signal has asked for it, and what makes a step fail.
     """
-    training, saver, stop = run.training, run.saver, run.stop
-    total, patience = training.order.total_steps, run.job.config.early_stopping_patience
+    training, stop = run.training, run.stop
+    events, total = training.events, training.order.total_steps
     with run.terminal.progress(total, done=training.done) as progress:
         training.begin(progress)
-        while True:
-            is_last = training.done >= total or training.best.is_given_up(patience)
-            if is_last or saver.is_due or training.is_evaluation_due(saver.due):
-                training.settle()
-                is_better = False
-                if training.is_evaluation_due(saver.due):
-                    is_better = training.evaluate(lambda: stop.is_asked)
-                    is_last = is_last or training.best.is_given_up(patience)
-                saver.save_if_due(is_better=is_better, is_last=is_last)
-            if is_last or stop.is_asked:
-                break
+        events.begin(run)
+        while not (events.is_over or stop.is_asked):
+            step = training.done + 1
+            if not events.step_begins(step):
+                continue
             try:
-                training.make_step(training.done + 1)
+                training.make_step(step)
             except (RoundPipeError, torch.OutOfMemoryError) as error:
                 training.recover(error)  # smaller microbatches, or it is raised
+            else:
+                events.step_ended()
             run.recorder.sample()
         training.settle()
         stop.check()
-        if training.done < total:
-            training.log.finish()
+        training.log.finish()
+        if training.best.is_given_up(run.job.config.early_stopping_patience):
             progress.say(_stopped_early(training))
 
 
@@ -111,7 +124,7 @@ def _stopped_early(training: Training) -> str:
 
 
 @contextlib.contextmanager
-def _wrapped(job: Job) -> Iterator[RoundPipe]:
+def wrapped_for_run(job: Job) -> Iterator[RoundPipe]:
     """The model on its devices, with noise on its embeddings if that is wanted."""
     config = job.config
     with contextlib.ExitStack() as undo:
@@ -127,18 +140,12 @@ def _vocabulary(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "vocab_size", 0))
 
 
-def _started(
-    job: Job,
-    trainer: RoundPipe,
-    folder: RunFolder,
-    terminal: Terminal,
-    stop: Stop,
-    parts: contextlib.ExitStack,
-) -> Run:
+def started(job: Job, trainer: RoundPipe, around: Around, parts: contextlib.ExitStack) -> Run:
     """Make the run, from its checkpoint if it goes on from one, and the folder its own.
 
-    Signals are only noted from here on.
+    Signals are only noted from here on, until ``parts`` ends.
     """
+    folder, terminal, stop = around.folder, around.terminal, around.stop
     config, earlier = job.config, folder.earlier
     loggers = open_loggers(
         config,
@@ -153,12 +160,12 @@ def _started(
     log = StepLog(
         folder,
         total_steps=total,
-        logging_steps=config.logging_steps,
+        logging_steps=config.logging_steps if around.keeps_log else None,
         scaled=has_fp16(job),
         loggers=loggers,
         devices=job.devices,
     )
-    training = Training(job, trainer, log)
+    training = Training(job, trainer, log, events=around.events, optimizing=around.optimizing)
     if earlier.checkpoint is not None:
         with terminal.waiting(f"reading {earlier.checkpoint.name}"):
             state = trainer.load_checkpoint(
@@ -176,11 +183,11 @@ def _started(
     parts.enter_context(stop.patient(lambda name: terminal.line(f"{name} {training.doing} …")))
     folder.start(config, log.history)
     parts.enter_context(terminal.logging_to(folder.path / "run.log"))
-    return Run(job, training, saver, recorder, folder, terminal, stop)
+    return Run(job, training, saver, recorder, folder, terminal, stop, around.goes_on)
 
 
 @contextlib.contextmanager
-def _kept_when_ended_early(run: Run) -> Iterator[None]:
+def kept_when_ended_early(run: Run) -> Iterator[None]:
     """Save what was trained when a signal or a failure ends the block; raise it on."""
     try:
         yield
@@ -215,6 +222,8 @@ def _kept(run: Run) -> str:
     config, checkpoint = run.job.config, run.saver.save_to_go_on()
     if checkpoint is None:
         return "nothing was trained yet, so there is nothing to save"
+    if run.goes_on is not None:
+        return f"saved {checkpoint} · {run.goes_on} goes on"
     without = ""
     if config.overwrite_output_dir and "resume_from_checkpoint" not in config.model_fields_set:
         without = " without overwrite_output_dir"
@@ -228,15 +237,16 @@ def _finish(run: Run, before: list[str]) -> None:
     job, training, terminal = run.job, run.training, run.terminal
     run.saver.wait()
     run.recorder.take()
-    _take_best(run)
+    take_best(run)
     weights = training.weights()
     if not run.stop.is_asked:
-        after = _answers(job, training.trainer, weights, terminal)
+        after = _answers(job, training.trainer, terminal)
         terminal.answers(job.config.sample_prompts, before, after)
+        training.log.text("answers", answers_text(job.config.sample_prompts, before, after))
     with terminal.waiting("saving"):
         run.recorder.write(run.folder)
         try:
-            save_run(job, weights, run.folder, trainer_state(training))
+            save_run(job, weights, run.folder, training.events.trainer_state())
         except OSError as error:
             raise RoundPipeError(
                 f"output_dir: the result could not be saved: {error.strerror or error}: "
@@ -244,7 +254,7 @@ def _finish(run: Run, before: list[str]) -> None:
             ) from error
 
 
-def _take_best(run: Run) -> None:
+def take_best(run: Run) -> None:
     """Put the weights of the best evaluation in place of the newest."""
     best, training = run.training.best, run.training
     if not run.job.config.load_best_model_at_end or best.step in (None, training.done):
@@ -259,14 +269,13 @@ def _take_best(run: Run) -> None:
     run.terminal.line(f"the result is the best: step {best.step}, evaluation loss {best.loss:.4g}")
 
 
-def _answers(
-    job: Job, trainer: RoundPipe, weights: Mapping[str, torch.Tensor], terminal: Terminal
-) -> list[str]:
-    """Answers with ``weights`` over the model's own; what is in 4 bits is unpacked for it."""
+def _answers(job: Job, trainer: RoundPipe, terminal: Terminal) -> list[str]:
+    """Answers with the newest weights; what will take its time is said before."""
     prompts = job.config.sample_prompts
     if not prompts:
         return []
+    answerer = Answerer(trainer, job.tokenizer)
+    show = terminal.log if answerer.outlook(prompts).is_resident else terminal.line
+    show(f"answering the sample prompts, {answerer.outlook_line(prompts)}")
     with terminal.waiting("answering the sample prompts"):
-        if job.base.is_packed:
-            weights = trainer.state_dict()
-        return answer_prompts(job.model, weights, job.tokenizer, prompts)
+        return answerer.answers(prompts)

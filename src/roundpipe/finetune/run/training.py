@@ -7,17 +7,19 @@ logged, when the next one has been given: `Training.settle` catches up where not
 
 from __future__ import annotations
 
+import contextlib
 import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from roundpipe.errors import RoundPipeError
-from roundpipe.finetune.data.collate import collate, tokens_in
 from roundpipe.finetune.run.best import Best
 from roundpipe.finetune.run.busy import BusyMeter
-from roundpipe.finetune.run.evaluate import Evaluation, eval_batches, evaluate, run_config_of
+from roundpipe.finetune.run.evaluate import Evaluation, evaluate, run_config_of
+from roundpipe.finetune.run.events import ByConfig
 from roundpipe.finetune.run.retry import Splitting, lost_memory
 from roundpipe.finetune.run.schedule import factor_of, make_scheduler
 from roundpipe.finetune.run.step_log import StepLog, StepRecord
@@ -27,38 +29,79 @@ from roundpipe.optim.scaler import GradScaler
 from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.optim import Optimizer
 
     from roundpipe.config import RoundPipeRunConfig
     from roundpipe.engine.updates import StepResult
     from roundpipe.finetune.output.progress import Progress
     from roundpipe.finetune.run.due import Due
+    from roundpipe.finetune.run.events import Events
     from roundpipe.finetune.run.prepare import Job
     from roundpipe.finetune.settings.config import TrainConfig
 
 
-class Training:
-    """``trainer`` and what drives it; ``done`` counts the steps that were given so far."""
+@dataclass
+class Optimizing:
+    """An optimizer over the masters of a model, and what moves its learning rate.
 
-    def __init__(self, job: Job, trainer: RoundPipe, log: StepLog) -> None:
+    ``scheduler`` None: as the config says.
+    """
+
+    optimizer: Optimizer
+    scheduler: Any = None
+
+    @property
+    def follows_metrics(self) -> bool:
+        """Whether the rate hangs on evaluations, and is moved on by them alone."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+
+class Training:
+    """``trainer`` and what drives it; ``done`` counts the steps that were given so far.
+
+    ``events`` is told of each step. ``optimizing``: None: an optimizer as the config says.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        trainer: RoundPipe,
+        log: StepLog,
+        *,
+        events: Events | None = None,
+        optimizing: Optimizing | None = None,
+    ) -> None:
         self.job, self.trainer, self.log = job, trainer, log
+        self.events = events or ByConfig()
         config = job.config
         self.order = job.order
-        self.optimizer = _make_optimizer(config, trainer)
+        self.optimizing = optimizing or Optimizing(make_optimizer(config, trainer))
         self._options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
-        self.scheduler = make_scheduler(self.optimizer, config, self.order.total_steps)
+        self._is_own_rate = self.optimizing.scheduler is None
+        self.scheduler = self.optimizing.scheduler or make_scheduler(
+            self.optimizer, config, self.order.total_steps
+        )
         self.splitting = Splitting(config.num_microbatch)
         self._eval_splitting = Splitting()  # what an evaluation needs must not change training
         self.best = Best()
         self.done = 0
+        self.passed_over = 0  # steps of the order that were not made: epochs that were broken off
+        self.last: StepRecord | None = None
         self.evaluated = 0  # the last step after which an evaluation was made
         self.doing = "ending"  # what a signal finds under way
         self._given: StepResult | None = None  # of which the scheduler does not know yet
         self._busy = BusyMeter(lambda: trainer.timeline.spans, len(job.devices))
         self._started = time.perf_counter()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates the masters."""
+        return self.optimizing.optimizer
 
     def is_evaluation_due(self, due: Due) -> bool:
         """Whether an evaluation after the steps done is due and was not made."""
@@ -76,23 +119,23 @@ class Training:
         Returns when its loss is known. Raises what made it or the step before fail.
         """
         self.doing = f"finishing step {step}"
-        config = self.job.config
-        batch = self._batch(self.order.rows(step))
-        loss = self.trainer.forward_backward(
-            input_kwargs=batch, run_config=self._run_config(len(batch["input_ids"]))
-        )
+        config, batches = self.job.config, self.job.batches
+        batch = batches.batch(self.job.dataset.samples, self.order.rows(step + self.passed_over))
+        loss = self._forward_backward(batch)
+        self.events.gradients_made(batch)
         self._tell_scheduler()
         rate = float(self.scheduler.get_last_lr()[0])
         result = self.trainer.step(
             self.optimizer, is_async=config.staleness == 1, max_grad_norm=config.max_grad_norm
         )
         self._given, self.done = result, step
-        record = StepRecord(
+        self.events.updated()
+        self.last = record = StepRecord(
             step=step,
-            epoch=self.order.epoch(step),
+            epoch=self.order.epoch(step + self.passed_over),
             loss=float(loss),
             learning_rate=rate,
-            tokens=tokens_in(batch),
+            tokens=batches.tokens_in(batch),
             trained_tokens=count_trained_tokens(batch["labels"]),
             seconds=time.perf_counter() - self._started,
             busy_share=self._busy.share(),
@@ -127,7 +170,7 @@ class Training:
         self._take_back()
         if not lost_memory(error):
             raise error
-        rows = len(self.order.rows(self.done + 1))
+        rows = len(self.order.rows(self.done + 1 + self.passed_over))
         count = self._run_config(rows).num_microbatch
         self.splitting.halve(error, rows, count=count, say=self.log.say)
         self.trainer.plan_again()
@@ -137,38 +180,46 @@ class Training:
 
         An evaluation that was stopped counts as not made.
         """
-        self.doing = f"ending the evaluation after step {self.done}"
-        self.settle()
-        self.trainer.eval()  # waits, so that the rest of this step counts as training
-        paused = time.perf_counter()
-        try:
+        with self.paused():
             found = self._evaluation(should_stop)
-        finally:
-            self.trainer.train()
-            self._busy.skip()
-            self._started += time.perf_counter() - paused
         if not found.is_whole:
             return False
         self.evaluated = self.done
         self.log.add_evaluation(
             self.done,
-            self.order.epoch(self.done),
+            self.order.epoch(self.done + self.passed_over),
             found.loss,
             tokens=found.tokens,
             seconds=found.seconds,
         )
         return self.best.add(self.done, found.loss)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have the model in evaluation mode while the block runs; no step is under way then.
+
+        What the block takes is no time of steps.
+        """
+        self.doing = f"ending the evaluation after step {self.done}"
+        self.settle()
+        self.trainer.eval()  # waits, so that the rest of this step counts as training
+        paused = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.trainer.train()
+            self._busy.skip()
+            self._started += time.perf_counter() - paused
+
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The newest weights that are to be saved."""
-        if self.job.is_adapter:
-            return self.trainer.trained_state_dict()
-        return self.trainer.newest_weights()
+        return weights_to_save(self.job, self.trainer)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the trainer's own state; nothing may be under way."""
         return {
             "global_step": self.done,
+            "passed_over": self.passed_over,
             "evaluated": self.evaluated,
             "best": self.best.state(),
             "splitting": self.splitting.state(),
@@ -178,12 +229,15 @@ class Training:
     def restore(self, state: Mapping[str, Any], history: list[dict[str, Any]]) -> None:
         """Be as when ``state`` was taken; ``history``: the log's records until then."""
         self.done, self.evaluated = int(state["global_step"]), int(state["evaluated"])
+        self.passed_over = int(state.get("passed_over", 0))
         self.best.restore(state["best"])
         self.splitting.restore(state["splitting"])
         self.log.restore(state["log"], history)
 
     def follow_config(self) -> None:
         """Go on with this config's learning rate and length where the checkpoint's were others."""
+        if not self._is_own_rate:
+            return
         made = self.scheduler.last_epoch
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             group.update(options, initial_lr=options["lr"])
@@ -192,7 +246,8 @@ class Training:
 
     def _tell_scheduler(self) -> None:
         """Move the rate on for the last given step; one that was skipped counts for none."""
-        if self._given is not None and not self._given.skipped:
+        is_made = self._given is not None and not self._given.skipped
+        if is_made and not self.optimizing.follows_metrics:
             self.scheduler.step()
         self._given = None
 
@@ -211,7 +266,7 @@ class Training:
     def _evaluation(self, should_stop: Callable[[], bool]) -> Evaluation:
         return evaluate(
             self.trainer,
-            eval_batches(self.job.dataset.eval_samples, self.job.config, self.job.pad_token_id),
+            batches_of(self.job, self.job.dataset.eval_samples, self.job.config.batch_size),
             run_config=self._run_config,
             should_stop=should_stop,
             tell=self.log.evaluating(len(self.job.dataset.eval_samples)),
@@ -219,13 +274,38 @@ class Training:
             say=self.log.say,
         )
 
-    def _batch(self, rows: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        samples, config = self.job.dataset.samples, self.job.config
-        chosen = [[samples[i] for i in row] for row in rows]
-        return collate(chosen, self.job.pad_token_id, packed=config.packing)
+    def _forward_backward(self, batch: dict[str, torch.Tensor]) -> Any:
+        run_config, loss = self._run_config(len(batch["labels"])), self.job.loss
+        if loss is None:
+            return self.trainer.forward_backward(input_kwargs=batch, run_config=run_config)
+        inputs, labels = loss.parted(batch)
+        return self.trainer.forward_backward(
+            input_kwargs=inputs,
+            label=labels,
+            loss_fn=loss.over(labels),
+            run_config=loss.run_config(run_config, len(labels)),
+        )
 
     def _run_config(self, num_rows: int) -> RoundPipeRunConfig:
-        return run_config_of(self.job.config, self.splitting, num_rows)
+        return cut_of(self.job, self.splitting, num_rows)
+
+
+def cut_of(job: Job, splitting: Splitting, num_rows: int) -> RoundPipeRunConfig:
+    """How a batch of so many rows is cut and run."""
+    split = job.batches.split(job.config.micro_batch_size)
+    return replace(run_config_of(job.config, splitting, num_rows), split_input=split)
+
+
+def batches_of(job: Job, samples: Any, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """All samples in their order, one to a row."""
+    for start in range(0, len(samples), batch_size):
+        stop = min(start + batch_size, len(samples))
+        yield job.batches.batch(samples, [(i,) for i in range(start, stop)])
+
+
+def weights_to_save(job: Job, trainer: RoundPipe) -> Mapping[str, torch.Tensor]:
+    """The newest weights of a run's result: an adapter's alone where one is trained."""
+    return trainer.trained_state_dict() if job.is_adapter else trainer.newest_weights()
 
 
 def wrapped(job: Job) -> RoundPipe:
@@ -241,6 +321,7 @@ def wrapped(job: Job) -> RoundPipe:
         bases=job.base.bases,
         grad_scaler=GradScaler() if has_fp16(job) else None,
         seed=config.seed,
+        loss_reduction=None if job.loss is None else "sum",
     )
 
 
@@ -256,7 +337,7 @@ def _optim_dtype(job: Job) -> torch.dtype | None:
     return torch.bfloat16 if is_own else None
 
 
-def _make_optimizer(config: TrainConfig, trainer: RoundPipe) -> AdamW:
+def make_optimizer(config: TrainConfig, trainer: RoundPipe) -> AdamW:
     """AdamW over the master weights; biases and norms (vectors) do not decay."""
     named = list(trainer.optim_named_parameters())
     groups = [

@@ -28,7 +28,7 @@ TRANSLATED = _by_field(
         "a setting of the same name": """
             adam_beta1 adam_beta2 adam_epsilon data_seed learning_rate load_best_model_at_end
             lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps neftune_noise_alpha
-            num_train_epochs optim output_dir packing project report_to run_name save_only_model
+            num_train_epochs optim output_dir packing project run_name save_only_model
             save_total_limit seed train_sampling_strategy warmup_steps weight_decay""",
         "when to log, evaluate and save": """
             eval_delay eval_on_start eval_steps eval_strategy logging_first_step logging_steps
@@ -41,6 +41,8 @@ TRANSLATED = _by_field(
         "the evaluation whose loss tells the best": "metric_for_best_model",
         "which columns a collator of your own is given": "remove_unused_columns",
         "a progress bar or lines": "disable_tqdm",
+        "the loss": "label_smoothing_factor",
+        "callbacks that write to loggers": "report_to",
         "state.num_input_tokens_seen": "include_num_input_tokens_seen",
         "how the model is loaded": "model_init_kwargs",
         "chat_template": "chat_template_path",
@@ -102,16 +104,15 @@ NEEDLESS = _by_field(
 )
 
 REFUSED = {
-    "label_smoothing_factor": "compute_loss_func=FUNCTION(outputs, labels, num_items_in_batch)",
     "optim_args": "adam_beta1, adam_beta2, adam_epsilon and weight_decay, or optimizers=(…, …)",
-    "optim_target_modules": "optim=adamw_torch; peft_config=LoraConfig(…) trains less",
-    "push_to_hub": "push_to_hub=False, then upload output_dir when it is done",
+    "optim_target_modules": "peft_config=LoraConfig(…) trains less",
+    "push_to_hub": "push_to_hub=False, and upload output_dir when it is done",
     "greater_is_better": "greater_is_better=None: the best is the lowest loss",
-    "restore_callback_states_from_checkpoint": "False: callbacks begin anew",
-    "label_names": "None: what is trained stands in the column labels",
-    "truncation_mode": "keep_start, and max_length=N makes room",
-    "loss_type": "nll, or compute_loss_func=FUNCTION",
-    "router_aux_loss_coef": "None: the router is trained by the loss alone",
+    "restore_callback_states_from_checkpoint": "leave it out: callbacks begin anew",
+    "label_names": "leave it out: what is trained stands in the column labels",
+    "truncation_mode": "truncation_mode='keep_start', and max_length=N makes room",
+    "loss_type": "loss_type='nll', or compute_loss_func=FUNCTION",
+    "router_aux_loss_coef": "leave it out: the router is trained by the loss alone",
 }
 # Values that ask for nothing, beside the default.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -122,9 +123,17 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "optim_args": ("",),
 }
 # Needless fields that the arguments fill in themselves, so that nobody need have set them.
-FILLED = frozenset(
-    """accelerator_config activation_checkpointing activation_checkpointing_kwargs
-    dataloader_multiprocessing_context dataloader_pin_memory debug do_eval
-    gradient_checkpointing_kwargs hub_strategy local_rank pad_to_multiple_of
-    torch_compile_backend""".split()
+FILLED = (
+    "accelerator_config",
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "dataloader_multiprocessing_context",
+    "dataloader_pin_memory",
+    "debug",
+    "do_eval",
+    "gradient_checkpointing_kwargs",
+    "hub_strategy",
+    "local_rank",
+    "pad_to_multiple_of",
+    "torch_compile_backend",
 )

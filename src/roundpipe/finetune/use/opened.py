@@ -24,6 +24,7 @@ from roundpipe.finetune.model.from_transformers import DTYPES, load_tokenizer
 from roundpipe.finetune.model.hub import fetch_weights
 from roundpipe.finetune.model.source import ModelSource
 from roundpipe.finetune.model.started import start_from
+from roundpipe.finetune.use.merged_weights import bare_copy
 from roundpipe.roundpipe import RoundPipe
 from roundpipe.store.frozen import packed_in
 
@@ -48,7 +49,8 @@ class Loaded:
     """A subject in memory, on the host; not wrapped yet.
 
     ``model``: with its adapter, frozen; ``base``: as it was loaded; ``packed``: the values of
-    weights in 4 bits, whose parameters are stand-ins.
+    weights in 4 bits, whose parameters are stand-ins; ``bare``: the base's modules without data, as
+    they were before the adapter, if they were asked for.
     """
 
     subject: Subject
@@ -56,6 +58,7 @@ class Loaded:
     base: BaseModel
     dtype: torch.dtype
     packed: Mapping[Tensor, PackedTensor] = field(default_factory=dict)
+    bare: Any = None
 
 
 @dataclass
@@ -122,11 +125,13 @@ def load_subject(
     *,
     dtype: torch.dtype,
     is_packed: bool | None = None,
+    with_bare: bool = False,
 ) -> Loaded:
     """Load base and adapter onto the host; blocks on disk and network.
 
-    ``is_packed``: whether the base is packed into 4 bits; None: as ``settings`` say. Raises
-    ConfigError for files that are broken, and for an adapter that does not fit its base.
+    ``is_packed``: whether the base is packed into 4 bits; None: as ``settings`` say. ``with_bare``:
+    keep a copy of the base's modules. Raises ConfigError for files that are broken, and for an
+    adapter that does not fit its base.
     """
     if is_packed is None:
         is_packed = settings.finetuning_type == "qlora"
@@ -141,6 +146,7 @@ def load_subject(
         is_frozen=True,
     )
     model: Any = base.model
+    bare = bare_copy(model) if with_bare else None
     if subject.adapter is not None:
         model = start_from(
             base.model,
@@ -150,7 +156,7 @@ def load_subject(
             say=lambda _: None,
         )
     model.requires_grad_(False)
-    return Loaded(subject, model.eval(), base, dtype, packed_in(base.bases))
+    return Loaded(subject, model.eval(), base, dtype, packed_in(base.bases), bare)
 
 
 def open_tokenizer(

@@ -1,0 +1,356 @@
+"""A run's steps told to callbacks of transformers, whose wishes are done.
+
+What is told, in which order, and what a flag asks for is as transformers' Trainer has it::
+
+    train_begin
+      epoch_begin
+        step_begin  substep_end x (microbatches - 1)  pre_optimizer_step  optimizer_step  step_end
+          (log)  (prediction_step x batches, log, evaluate)  (save)
+      epoch_end
+          (log)  (prediction_step x batches, log, evaluate)  (save)
+    (log)  train_end
+
+`DefaultFlowCallback` among the callbacks, which is transformers' own, decides when; so counts are
+its counts. A step here runs all its microbatches at once: their ends are told when it begins.
+
+A record of a step has the norm of its gradients, which is known when the step has committed; so a
+step that is logged, evaluated or saved after is waited for.
+
+A step that is given again, because a device's memory was short, is told of once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_callback import (
+    ExportableState,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import SaveStrategy, speed_metrics
+
+from roundpipe.finetune.output.earlier import STATE_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roundpipe.finetune.run.steps import Run
+    from roundpipe.finetune.trainer.trainer import RoundPipeTrainer
+
+
+class CallbackEvents:
+    """Events of one ``train()``; keeps a trainer's ``state`` and follows its ``control``."""
+
+    def __init__(self, trainer: RoundPipeTrainer, *, num_microbatches: int) -> None:
+        """``num_microbatches``: of a step, as accumulation counts them."""
+        self._trainer = trainer
+        self._num_microbatches = num_microbatches
+        self._run: Run | None = None
+        self._epoch = 0  # that is trained, or comes next
+        self._is_in_epoch = False
+        self._is_over = False
+        self._told = {"begin": 0, "gradients": 0, "update": 0, "end": 0}  # the last step of each
+        self._loss, self._whole_loss, self._last_logged, self._first = 0.0, 0.0, 0, 0
+        self._started = time.time()
+
+    # ---- what the loop asks and tells
+
+    @property
+    def is_over(self) -> bool:
+        """Whether callbacks want no further step, or all epochs are over."""
+        return self._is_over
+
+    def begin(self, run: Run) -> None:
+        """Set the state up, from a checkpoint's where the run goes on; tell ``train_begin``."""
+        trainer, training = self._trainer, run.training
+        self._run = run
+        self._begin_state(run)
+        self._first = self._last_logged = training.done
+        self._told = dict.fromkeys(self._told, training.done)
+        self._epoch = (training.done + training.passed_over) // self._steps_per_epoch
+        self._started = time.time()
+        handler = trainer.callback_handler
+        handler.model, handler.optimizer = trainer.model, training.optimizer
+        handler.lr_scheduler = training.scheduler
+        self._tell("on_train_begin")
+        if trainer.args.eval_on_start:
+            trainer.evaluate_now()
+        self._is_over = self._epoch >= trainer.state.num_train_epochs
+
+    def step_begins(self, step: int) -> bool:
+        """Tell ``epoch_begin`` and ``step_begin``; False where a callback breaks the step off."""
+        if not self._is_in_epoch:
+            self._is_in_epoch = True
+            self._tell("on_epoch_begin")
+        if step <= self._told["begin"]:
+            return True
+        self._told["begin"] = step
+        self._tell("on_step_begin")
+        for _ in range(self._microbatches_of(step) - 1):
+            self._tell("on_substep_end")
+            if self._is_broken_off:
+                self._told["begin"] = step - 1
+                self._end_epoch()
+                return False
+        return True
+
+    def gradients_made(self, batch: Mapping[str, Any]) -> None:
+        """Tell ``pre_optimizer_step``; gradients are in ``.grad`` where a callback looks at it."""
+        step = self._training.done + 1
+        if step <= self._told["gradients"]:
+            return
+        self._told["gradients"] = step
+        trainer = self._trainer
+        self._count(batch)
+        if self._is_watched("on_pre_optimizer_step"):
+            trainer.model.synchronize()
+        self._tell("on_pre_optimizer_step")
+
+    def updated(self) -> None:
+        """Tell ``optimizer_step``."""
+        if self._training.done > self._told["update"]:
+            self._told["update"] = self._training.done
+            self._tell("on_optimizer_step")
+
+    def step_ended(self) -> None:
+        """Tell ``step_end``, and ``epoch_end`` after an epoch's last; do what is wanted."""
+        training, state = self._training, self._trainer.state
+        step = training.done
+        if step <= self._told["end"]:
+            return
+        self._told["end"] = step
+        self._add_loss()
+        state.global_step, state.epoch = step, self._epoch_after(step)
+        self._tell("on_step_end")
+        if self._is_saving_asked():
+            self._trainer.control.should_save = True
+        self._follow_up()
+        is_last = (step + training.passed_over) % self._steps_per_epoch == 0
+        if is_last or self._is_broken_off:
+            self._end_epoch()
+
+    def trainer_state(self) -> dict[str, Any]:
+        """transformers' own state, callbacks' states among it."""
+        trainer = self._trainer
+        for callback in (*trainer.callback_handler.callbacks, trainer.control):
+            if isinstance(callback, ExportableState):
+                trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        told: dict[str, Any] = asdict(trainer.state)
+        return told
+
+    def finish(self) -> dict[str, float]:
+        """Log what the whole run came to, and return it; then ``train_end`` is to be told."""
+        trainer, state = self._trainer, self._trainer.state
+        steps = state.global_step - self._first
+        order, args = self._training.order, trainer.args
+        samples = order.num_rows * args.num_train_epochs
+        if args.max_steps > 0:
+            samples = args.max_steps * trainer.config.batch_size
+        metrics: dict[str, float] = speed_metrics(
+            "train",
+            self._started,
+            num_samples=samples * steps / max(state.max_steps, 1),
+            num_steps=steps,
+        )
+        metrics["total_flos"] = state.total_flos
+        metrics["train_loss"] = (self._whole_loss + self._loss) / max(steps, 0.001)
+        trainer.log(metrics)
+        return metrics
+
+    def end(self) -> None:
+        """Tell ``train_end``."""
+        self._tell("on_train_end")
+
+    # ---- state
+
+    @property
+    def _training(self) -> Any:
+        assert self._run is not None, "begin first"
+        return self._run.training
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        steps: int = self._training.order.steps_per_epoch
+        return steps
+
+    def _begin_state(self, run: Run) -> None:
+        trainer, order = self._trainer, run.training.order
+        checkpoint = run.folder.earlier.checkpoint
+        exported = [
+            callback
+            for callback in (*trainer.callback_handler.callbacks, trainer.control)
+            if isinstance(callback, ExportableState)
+        ]
+        if checkpoint is None:
+            state: Any = TrainerState(stateful_callbacks=exported)  # type: ignore[arg-type, unused-ignore]
+        else:
+            state = _state_of(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
+            self._restore_callbacks(state)
+        trainer.state = state
+        state.train_batch_size = trainer.train_batch_size
+        state.compute_steps(trainer.args, order.total_steps)
+        state.max_steps = order.total_steps
+        epochs = trainer.args.num_train_epochs
+        if trainer.args.max_steps > 0:
+            epochs = order.total_steps / order.steps_per_epoch
+        state.num_train_epochs = math.ceil(epochs)
+
+    def _restore_callbacks(self, state: Any) -> None:
+        """Callbacks that keep a state go on with that of the checkpoint, where args say so."""
+        trainer = self._trainer
+        if not trainer.args.restore_callback_states_from_checkpoint:
+            return
+        callbacks = trainer.callback_handler.callbacks
+        for name, told in state.stateful_callbacks.items():
+            if name == TrainerControl.__name__:
+                trainer.control = TrainerControl(**told["args"])
+            for at, callback in enumerate(callbacks):
+                if type(callback).__name__ == name:
+                    callbacks[at] = type(callback).from_state(told)
+
+    def _microbatches_of(self, step: int) -> int:
+        """Microbatches of a step, as accumulation counts them; of an epoch's last one the rest."""
+        number = (step + self._training.passed_over - 1) % self._steps_per_epoch
+        return min(self._num_microbatches, self._in_epoch - number * self._num_microbatches)
+
+    @property
+    def _in_epoch(self) -> int:
+        """Microbatches of an epoch, as accumulation counts them."""
+        size = self._trainer.train_batch_size
+        return max(1, -(-self._training.order.num_rows // size))
+
+    def _epoch_after(self, step: int) -> float:
+        number = (step + self._training.passed_over - 1) % self._steps_per_epoch + 1
+        return self._epoch + min(number * self._num_microbatches, self._in_epoch) / self._in_epoch
+
+    def _count(self, batch: Mapping[str, Any]) -> None:
+        """Tokens and operations of a step, which has all weights multiply all tokens six times."""
+        trainer, ids = self._trainer, batch["input_ids"]
+        state, seen = trainer.state, trainer.args.include_num_input_tokens_seen
+        tokens = self._run.job.batches.tokens_in(dict(batch)) if self._run is not None else 0
+        state.total_flos += 6.0 * tokens * trainer.num_matrix_weights
+        if seen not in ("no", False):
+            state.num_input_tokens_seen += tokens if seen == "non_padding" else ids.numel()
+
+    def _add_loss(self) -> None:
+        loss, state = self._training.last.loss, self._trainer.state
+        if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
+            loss = self._loss / (1 + state.global_step - self._last_logged)
+        self._loss += loss
+
+    # ---- what is wanted
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._run is not None and self._run.stop.is_asked
+
+    @property
+    def _is_broken_off(self) -> bool:
+        control = self._trainer.control
+        return bool(control.should_epoch_stop or control.should_training_stop)
+
+    def _is_saving_asked(self) -> bool:
+        """By a file, or by the clock where the config goes by it."""
+        run = self._run
+        assert run is not None
+        is_timed = run.job.config.save_strategy == "minutes" and run.saver.is_due
+        return run.folder.is_saving_asked() or is_timed
+
+    def _end_epoch(self) -> None:
+        training, control = self._training, self._trainer.control
+        self._tell("on_epoch_end")
+        self._follow_up()
+        made = (training.done + training.passed_over) % self._steps_per_epoch
+        starts = self._epoch * self._steps_per_epoch
+        if control.should_epoch_stop and (made or training.done + training.passed_over == starts):
+            training.passed_over += self._steps_per_epoch - made
+        self._is_in_epoch = False
+        self._epoch += 1
+        is_all = self._epoch >= self._trainer.state.num_train_epochs
+        self._is_over = bool(control.should_training_stop or is_all)
+
+    def _follow_up(self) -> None:
+        """Log, evaluate and save as the flags say."""
+        trainer = self._trainer
+        control, state = trainer.control, trainer.state
+        if control.should_log and state.global_step > self._last_logged:
+            self._log()
+        if trainer.control.should_evaluate:
+            metrics = trainer.evaluate_now()
+            is_new_best = self._take_metrics(metrics)
+            if trainer.args.save_strategy == SaveStrategy.BEST:
+                trainer.control.should_save = is_new_best
+        if trainer.control.should_save:
+            self._save()
+
+    def _log(self) -> None:
+        training, trainer = self._training, self._trainer
+        training.settle()
+        record = training.log.take()
+        step = trainer.state.global_step
+        logs: dict[str, Any] = {"loss": self._loss / (step - self._last_logged)}
+        if training.log.last_norm is not None:
+            logs["grad_norm"] = training.log.last_norm
+        logs["learning_rate"] = training.last.learning_rate
+        logs["num_tokens"] = training.log.num_tokens
+        if record is not None and record.seconds > 0:
+            logs["tokens_per_second"] = round(record.tokens / record.seconds, 1)
+        self._whole_loss += self._loss
+        self._loss, self._last_logged = 0.0, step
+        trainer.log(logs, start_time=self._started)
+
+    def _take_metrics(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these are the best so far, by the metric that args name."""
+        args, state = self._trainer.args, self._trainer.state
+        if args.metric_for_best_model is None or self._is_stopped:
+            return False
+        value = metrics[self._trainer.best_metric_name(metrics)]
+        best = state.best_metric
+        if self._training.optimizing.follows_metrics:
+            self._training.scheduler.step(value)
+        is_better = best is None or (value > best if args.greater_is_better else value < best)
+        if is_better and math.isfinite(value):
+            state.best_metric = value
+            if args.save_strategy != SaveStrategy.NO:
+                state.best_global_step = state.global_step
+            return True
+        return False
+
+    def _save(self) -> None:
+        run, training, state = self._run, self._training, self._trainer.state
+        assert run is not None
+        training.settle()
+        is_best = state.best_global_step == training.done
+        if is_best:
+            training.best.step, training.best.loss = training.done, state.best_metric
+            state.best_model_checkpoint = str(run.saver.path(training.done))
+        run.saver.save(is_best=is_best)
+        run.folder.saving_done()
+        if self._is_watched("on_save"):
+            run.saver.wait()  # callbacks find the files
+        self._tell("on_save")
+
+    # ---- callbacks
+
+    def _tell(self, event: str, **more: Any) -> None:
+        trainer = self._trainer
+        tell = getattr(trainer.callback_handler, event)
+        trainer.control = tell(trainer.args, trainer.state, trainer.control, **more)
+
+    def _is_watched(self, event: str) -> bool:
+        """Whether a callback does anything at an event."""
+        own = getattr(TrainerCallback, event)
+        callbacks = self._trainer.callback_handler.callbacks
+        return any(getattr(type(each), event, own) is not own for each in callbacks)
+
+
+def _state_of(told: dict[str, Any]) -> TrainerState:
+    """A state from a checkpoint's ``trainer_state.json``, also that of a run of the command."""
+    known = TrainerState.__dataclass_fields__
+    return TrainerState(**{name: value for name, value in told.items() if name in known})

@@ -1,0 +1,90 @@
+"""The folder of a Trainer's run, and what an earlier run left there.
+
+transformers' Trainer writes into its ``output_dir`` whatever is there. Here a run begins with no
+checkpoints of another one beside its own, from which it could go on by mistake. So:
+
+1. Asked to go on, it goes on from the newest whole checkpoint, or from the one that is named.
+2. Else checkpoints and logs of an earlier run of ours are replaced, which is said. A model that was
+   saved there stays until another is saved.
+3. Checkpoints that another program has written are never touched: the folder is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from roundpipe.checkpoint.find import checkpoints_in
+from roundpipe.checkpoint.manifest import MANIFEST
+from roundpipe.errors import ConfigError
+from roundpipe.finetune.output.earlier import (
+    CONFIG_FILE,
+    Earlier,
+    RunState,
+    named,
+    newest,
+)
+from roundpipe.finetune.settings.parse import RESOLVED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from roundpipe.finetune.output.earlier import Counting
+    from roundpipe.finetune.settings.config import TrainConfig
+
+
+def judge_for(resume: str | None) -> Callable[[TrainConfig, Path, Counting], Earlier]:
+    """What to do with a folder: ``resume`` is None, "auto" or a checkpoint's folder.
+
+    The result raises ConfigError for a folder that is not to be written to, and where nothing is
+    to go on from.
+    """
+
+    def judge(config: TrainConfig, path: Path, counting: Counting) -> Earlier:
+        _refuse_foreign(config, path)
+        if resume is None:
+            return _anew(config, path)
+        if resume != "auto":
+            return named(config, resume, {}, counting)
+        found = newest(config, path, counting)
+        if found.checkpoint is None:
+            broken = "".join(f"  {line}\n" for line in found.lines[1:])
+            raise ConfigError(
+                f"resume_from_checkpoint: no checkpoint to go on from in: {config.output_dir}\n"
+                f"{broken}hint: train() without resume_from_checkpoint begins anew"
+            )
+        return replace(found, is_other=True)
+
+    return judge
+
+
+def _anew(config: TrainConfig, path: Path) -> Earlier:
+    found = checkpoints_in(path)
+    lines = (
+        (
+            f"an earlier run in {config.output_dir} is replaced, from {found[0].name} to "
+            f"{found[-1].name}: train(resume_from_checkpoint=True) would have gone on"
+            if len(found) > 1
+            else f"an earlier run in {config.output_dir} is replaced, with {found[0].name}: "
+            "train(resume_from_checkpoint=True) would have gone on",
+        )
+        if found
+        else ()
+    )
+    return Earlier(RunState.UNFINISHED, lines=lines)
+
+
+def _refuse_foreign(config: TrainConfig, path: Path) -> None:
+    own = path / CONFIG_FILE
+    if own.exists() and not own.read_text(encoding="utf-8", errors="replace").startswith(RESOLVED):
+        raise ConfigError(
+            f"output_dir: a config.yaml that is not a run's is in: {config.output_dir}\n"
+            "hint: output_dir=ANOTHER, or give that file another name"
+        )
+    foreign = [each.name for each in checkpoints_in(path) if not (each / MANIFEST).is_file()]
+    if foreign:
+        raise ConfigError(
+            f"output_dir: checkpoints of another program are in: {config.output_dir}: "
+            f"{', '.join(foreign[:3])}\nhint: output_dir=ANOTHER; none of them is read or removed"
+        )

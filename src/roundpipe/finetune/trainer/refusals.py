@@ -1,0 +1,87 @@
+"""What transformers' and TRL's trainers have and this one has not, each with a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roundpipe.errors import ConfigError
+
+# Methods that a subclass may override there: here nobody would call them.
+HOOKS = {
+    "_inner_training_loop": "callbacks=[…] follow every step",
+    "_prepare_dataset": "a train_dataset that is prepared already, or formatting_func=…",
+    "_save_checkpoint": "a callback's on_save",
+    "compute_loss": "compute_loss_func=function(outputs, labels, num_items_in_batch)",
+    "compute_loss_context_manager": "dtype, bf16 or fp16 in args say the precision",
+    "create_optimizer": "optimizers=(optimizer, scheduler), over the model's parameters",
+    "create_optimizer_and_scheduler": "optimizers=(optimizer, scheduler)",
+    "create_scheduler": "optimizers=(optimizer, scheduler), or lr_scheduler_type in args",
+    "evaluation_loop": "evaluate(), which may be overridden",
+    "get_batch_samples": "data_collator=… makes the batches",
+    "get_eval_dataloader": "eval_dataset=… and data_collator=…",
+    "get_decay_parameter_names": "optimizers=(optimizer, scheduler) with groups of your own",
+    "get_optimizer_cls_and_kwargs": "optimizers=(optimizer, scheduler)",
+    "get_train_dataloader": "train_dataset=… and data_collator=…; train_sampling_strategy in args",
+    "prediction_step": "model.generate(…), or the model itself, called under torch.no_grad()",
+    "training_step": "compute_loss_func=…, or RoundPipe itself: forward_backward and step",
+}
+
+# Other names, as attributes or methods.
+_ABSENT = {
+    "compute_metrics": "evaluate() gives loss; `roundpipe eval` also exact matches (answer_pattern)",
+    "create_model_card": "save_model() writes one",
+    "get_test_dataloader": "evaluate(dataset)",
+    "hyperparameter_search": "a loop over trainers, each in a `with` block",
+    "init_hf_repo": "hf upload NAME FOLDER, after save_model()",
+    "log_metrics": "evaluate() and train() return their metrics",
+    "predict": "evaluate(dataset) for its loss, chat(prompt) or model.generate(…) for answers",
+    "push_to_hub": "save_model(), then: hf upload NAME FOLDER",
+    "save_metrics": "trainer_log.jsonl in output_dir holds all of them",
+    **HOOKS,
+}
+
+# Arguments of their constructors.
+_ARGUMENTS = {
+    "compute_metrics": "evaluate() gives the loss of eval_dataset; for exact matches: "
+    "`roundpipe eval RUN dataset=… answer_pattern=…`, or chat(prompts) and a comparison",
+    "dataset_text_field": "args=SFTConfig(dataset_text_field=…)",
+    "max_seq_length": "args=SFTConfig(max_length=…)",
+    "model_init": "model=model_init()",
+    "model_init_kwargs": "args=SFTConfig(model_init_kwargs=…)",
+    "optimizer_cls_and_kwargs": "optimizers=(cls(model.parameters(), **kwargs), None), or optim, "
+    "optim_args in args",
+    "packing": "args=SFTConfig(packing=True)",
+    "preprocess_logits_for_metrics": "no logits come to the host",
+    "tokenizer": "processing_class=tokenizer",
+}
+
+
+class NotHere(ConfigError, AttributeError):
+    """A name of transformers' Trainer that this trainer has not; ``hasattr`` says so too."""
+
+
+def refuse_arguments(others: dict[str, Any]) -> None:
+    """Raise ConfigError for an argument that there is none of."""
+    for name, value in others.items():
+        if value is None and name in _ARGUMENTS:
+            continue
+        way_out = _ARGUMENTS.get(name, "model, args, train_dataset, eval_dataset, … as in TRL")
+        raise ConfigError(f"no argument of RoundPipeTrainer: {name}\nhint: {way_out}")
+
+
+def refuse_overridden(kind: type, own: type) -> None:
+    """Raise ConfigError where a subclass overrides what here nobody would call."""
+    for each in kind.__mro__[: kind.__mro__.index(own)]:
+        for name, way_out in HOOKS.items():
+            if name in vars(each):
+                raise ConfigError(
+                    f"{each.__name__} overrides {name}, which RoundPipeTrainer does not call"
+                    f"\nhint: {way_out}"
+                )
+
+
+def absent(name: str) -> AttributeError:
+    """The error for a name that is not here."""
+    if name in _ABSENT:
+        return NotHere(f"RoundPipeTrainer has no {name}\nhint: {_ABSENT[name]}")
+    return AttributeError(f"'RoundPipeTrainer' object has no attribute {name!r}")
