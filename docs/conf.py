@@ -12,6 +12,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pygments.lexers.data import JsonLexer
+from pygments.lexers.special import TextLexer
+
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
@@ -95,6 +98,8 @@ def _write_front_door(app: Sphinx, failure: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Hook in what is ours."""
+    app.add_lexer("jsonl", JsonLexer)
+    app.add_lexer("csv", TextLexer)
     app.connect("source-read", _link_folders)
     app.connect("source-read", _list_pages)
     app.connect("build-finished", _write_front_door)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         StallError,
         StepError,
     )
+    from roundpipe.finetune.trainer.trainer import RoundPipeTrainer
     from roundpipe.optim.scaler import GradScaler
     from roundpipe.roundpipe import RoundPipe
     from roundpipe.timer import ModelTimer
@@ -65,6 +66,7 @@ __all__ = [
     "RoundPipeError",
     "RoundPipePackedData",
     "RoundPipeRunConfig",
+    "RoundPipeTrainer",
     "SavedCheckpoint",
     "StallError",
     "StepError",
@@ -101,6 +103,7 @@ def _room_of(name: str) -> str:
         "RoundPipe": "roundpipe",
         "RoundPipePackedData": "engine.microbatch",
         "RoundPipeRunConfig": "config",
+        "RoundPipeTrainer": "finetune.trainer.trainer",
         "SavedCheckpoint": "checkpoint.saved",
         "StepResult": "engine.updates",
         "doing_recompute": "engine.recompute",

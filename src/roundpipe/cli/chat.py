@@ -1,15 +1,129 @@
-"""``roundpipe chat RUN``."""
+"""``roundpipe chat RUN``: a conversation at a terminal, or answers to prompts that are given.
+
+Answers go to stdout and everything else to stderr, so that answers can be piped on.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import itertools
+import sys
+from typing import TYPE_CHECKING, TextIO
 
 from roundpipe.errors import ConfigError
+from roundpipe.finetune.output.terminal import Terminal
+from roundpipe.finetune.use.chat_wish import OPTIONS, chat_wish, split_texts
+from roundpipe.finetune.use.piped import Asked, read_lines
+from roundpipe.finetune.use.request import read_request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from roundpipe.finetune.use.chat_wish import ChatWish
+    from roundpipe.finetune.use.request import Request
+
+USAGE = "roundpipe chat RUN [prompt='…'] [system='…'] [temperature=0] [max_new_tokens=512] [--json]"
 
 
 def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
-    """Run the command."""
-    raise ConfigError("chat: being written")
+    """Run the command: 0, or 130 where Ctrl-C ended it. Raises ConfigError."""
+    words, texts = split_texts(arguments)
+    request = read_request(words, options=OPTIONS, environment=environment, usage=USAGE)
+    seed = request.settings.seed if "seed" in request.said else None
+    wish = chat_wish(request.options, texts, seed=seed)
+    asked = _asked(wish)
+    if asked is not None:
+        first = next(asked, None)
+        if first is None:
+            Terminal(sys.stderr).line("no prompts: the input is empty")
+            return 0
+        asked = itertools.chain([first], asked)
+    try:
+        return _with_model(request, wish, asked, environment)
+    except BrokenPipeError:  # whoever read the answers has enough of them
+        return 0
+
+
+def _asked(wish: ChatWish) -> Iterator[Asked] | None:
+    """The prompts that are given or piped; None where a person sits at the terminal."""
+    if wish.prompts:
+        return iter([Asked({"prompt": text}, text) for text in wish.prompts])
+    if sys.stdin is None:
+        raise ConfigError("nothing to read from\nhint: prompt='what is 12 + 7?'")
+    if sys.stdin.isatty():
+        if wish.as_json:
+            raise ConfigError("--json reads from a pipe\nhint: < prompts.jsonl, or prompt='…'")
+        return None
+    lines = getattr(sys.stdin, "buffer", None) or (line.encode() for line in sys.stdin)
+    return read_lines(lines, as_json=wish.as_json)
+
+
+def _with_model(
+    request: Request,
+    wish: ChatWish,
+    asked: Iterator[Asked] | None,
+    environment: Mapping[str, str],
+) -> int:
+    terminal = Terminal(sys.stderr)
+    for line in request.notes:
+        terminal.line(line)
+    with terminal.waiting("starting torch"):
+        from roundpipe.finetune.use import chat, talk  # noqa: PLC0415 (torch)
+        from roundpipe.finetune.use.opened import open_subject  # noqa: PLC0415
+        from roundpipe.finetune.use.subject import find_subject  # noqa: PLC0415
+    subject = find_subject(request.given, terminal, environment=environment, base=request.base)
+    if wish.compares:
+        chat.require_base(subject)
+    screen = ThisTerminal(sys.stdout, terminal)
+    with open_subject(subject, request.settings, terminal, environment=environment) as opened:
+        if asked is None:
+            return talk.converse(opened, wish, screen, terminal, environment=environment)
+        talk.answer_prompts(opened, wish, asked, screen.show, terminal, environment=environment)
+    return 0
+
+
+class ThisTerminal:
+    """The terminal that the command runs in, as a `Screen`; answers go to ``stream``."""
+
+    def __init__(self, stream: TextIO, terminal: Terminal) -> None:
+        self._stream, self._terminal = stream, terminal
+        self._is_shown_to_people = stream.isatty()
+        self._is_within_line = False
+        with contextlib.suppress(ImportError):  # lines can be edited, and pasted whole
+            import readline  # noqa: F401, PLC0415
+
+    def ask(self, more: bool = False) -> str:
+        """See `Screen`."""
+        prompt = "… " if more else "> "
+        if self._is_shown_to_people:
+            try:
+                text = input(prompt)
+            except UnicodeDecodeError:
+                return ""
+        else:
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+            text = sys.stdin.readline()
+            if not text:
+                raise EOFError
+        return text.rstrip("\n").encode("utf-8", "replace").decode()
+
+    def show(self, text: str) -> None:
+        """See `Screen`. Raises BrokenPipeError where nobody reads any longer."""
+        if not text:
+            return
+        if self._is_shown_to_people:  # a model may write what moves the cursor, or worse
+            text = "".join(each for each in text if each in "\n\t" or each.isprintable())
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:  # a terminal of another alphabet
+            encoding = self._stream.encoding or "ascii"
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        self._stream.flush()
+        self._is_within_line = not text.endswith("\n")
+
+    def say(self, text: str) -> None:
+        """See `Screen`."""
+        if self._is_within_line and self._is_shown_to_people:
+            self.show("\n")
+        self._terminal.line(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -19,7 +20,7 @@ from roundpipe.finetune.settings import keys
 from roundpipe.finetune.use.request import read_request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from roundpipe.finetune.run.signals import Stop
     from roundpipe.finetune.settings.config import TrainConfig
@@ -134,14 +135,41 @@ def _show(scores: Sequence[Scores], data: str, exam: Exam, wanted: Wanted) -> No
         score_values,
     )
 
-    if wanted.output is not None:
-        lines = answer_lines(scores, exam.tokenizer)
-        write_text(wanted.output, "".join(f"{line}\n" for line in lines))
     if wanted.as_json:
         values = {"data": data, "scores": [score_values(each) for each in scores]}
         typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
     else:
         typer.echo("\n".join(score_lines(scores)))
+    if wanted.output is not None:
+        lines = answer_lines(scores, exam.tokenizer)
+        with _written(wanted.output):
+            write_text(wanted.output, "".join(f"{line}\n" for line in lines))
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        why = (problem.strerror or str(problem)).lower()
+        raise ConfigError(
+            f"output: cannot be written: {path}: {why}\nhint: output=answers.jsonl"
+        ) from problem
+
+
+def _file(given: Any) -> Path | None:
+    """Where answers go, its folder made: they may take hours, so it is found out now."""
+    if given is None:
+        return None
+    if isinstance(given, bool) or not Path(str(given)).name:
+        raise ConfigError("output names no file\nhint: output=answers.jsonl")
+    path = Path(str(given)).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"output: a folder: {given}\nhint: output={given}/answers.jsonl")
+    with _written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return path
 
 
 def _own_words(arguments: Sequence[str]) -> tuple[list[str], set[str], str | None]:
@@ -185,7 +213,6 @@ def _wanted(request: Request, names: set[str], pattern: str | None) -> Wanted:
             "answer_pattern needs answers that are told from questions: train_on_prompt=true\n"
             "hint: train_on_prompt=false"
         )
-    output = options.get("output")
     if compiled is None:
         for name in ("output", "max_new_tokens"):
             if options.get(name) is not None:
@@ -193,8 +220,6 @@ def _wanted(request: Request, names: set[str], pattern: str | None) -> Wanted:
                     f"{name} is of answers, and none are asked for\n"
                     "hint: answer_pattern='#### ([-0-9.,]+)' beside it"
                 )
-    if output is not None and (isinstance(output, bool) or not Path(str(output)).name):
-        raise ConfigError("output names no file\nhint: output=answers.jsonl")
     if options.get("compare") not in (None, "base"):
         raise ConfigError(f"compare: not base: {options['compare']}\nhint: compare=base")
     if not isinstance(options.get("json", False), bool):
@@ -210,7 +235,7 @@ def _wanted(request: Request, names: set[str], pattern: str | None) -> Wanted:
         compiled,
         max_new_tokens=_count(options, "max_new_tokens"),
         at_once=request.settings.batch_size if "batch_size" in names else None,
-        output=None if output is None else Path(str(output)).expanduser(),
+        output=_file(options.get("output")),
         with_base=options.get("compare") == "base",
         as_json=bool(options.get("json", False)),
     )

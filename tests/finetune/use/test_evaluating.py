@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 # peft 0.21 asks transformers 5.24 for a name that is about to go
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
-IT_IS = AnswerPattern("it is ([0-9]+)")
+THE_RUNS = Choice()  # the data that the run has evaluated on
 
 
 def exam_of(
-    given: str, settings: TrainConfig, choice: Choice = Choice(), **more: Any
+    given: str, settings: TrainConfig, choice: Choice = THE_RUNS, **more: Any
 ) -> tuple[Any, Exam]:
     terminal = Terminal(io.StringIO())
     subject = find_subject(given, terminal, environment={})
@@ -56,7 +56,7 @@ def exam_of(
 
 
 def score(
-    given: str, settings: TrainConfig, choice: Choice = Choice(), **more: Any
+    given: str, settings: TrainConfig, choice: Choice = THE_RUNS, **more: Any
 ) -> tuple[Scores, list[str]]:
     subject, exam = exam_of(given, settings, choice, **more)
     return scored(subject, exam)
@@ -64,9 +64,7 @@ def score(
 
 def scored(subject: Any, exam: Exam, stop: Stop | None = None) -> tuple[Scores, list[str]]:
     shown = io.StringIO()
-    found = evaluate_subject(
-        subject, exam, Terminal(shown), environment={}, stop=stop or Stop()
-    )
+    found = evaluate_subject(subject, exam, Terminal(shown), environment={}, stop=stop or Stop())
     return found, shown.getvalue().splitlines()
 
 
@@ -128,23 +126,21 @@ def test_another_family_with_its_table_of_positions(tmp_path: Path, tiny_data: P
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 260, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
+    sizes = {"vocab_size": 260, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=257, eos_token_id=257)).eval()
     model.save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
     given = {"model": str(tmp_path / "gpt2"), "dataset": str(tiny_data), "devices": "cpu"}
-    settings = make_config({**given, "max_length": 96})[0]
+    settings = make_config({**given, "max_length": 48})[0]
     subject, exam = exam_of(str(tmp_path / "gpt2"), settings, Choice(is_named=True))
     found, _ = scored(subject, exam)
     assert found.loss.loss == pytest.approx(plain_loss(model, exam.samples)[0], rel=1e-5)
-    with pytest.raises(ConfigError, match=r"positions for 96\nhint: max_length=96"):
+    with pytest.raises(ConfigError, match=r"positions for 48\nhint: max_length=48"):
         score(given["model"], make_config(given)[0], Choice(is_named=True))
 
 
 @pytest.fixture(scope="module")
-def taught(
-    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[TrainConfig, Path]]:
+def taught(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Path]:
     """A run that has learned two of three answers, and questions of different lengths."""
     folder = tmp_path_factory.mktemp("taught")
     rows = [
@@ -174,7 +170,7 @@ def taught(
         }
     )[0]
     train(config, terminal=Terminal(io.StringIO()))
-    yield config, folder
+    return config, folder
 
 
 NUMBER = AnswerPattern("it is ([0-9.,]+)")
@@ -299,7 +295,11 @@ def test_a_loss_beyond_all_bounds_has_an_infinite_perplexity() -> None:
 
 
 def test_tokens_that_the_model_has_no_row_for_are_named(tmp_path: Path) -> None:
-    tiny_model().resize_token_embeddings(200).save_pretrained(tmp_path / "small")
+    model = tiny_model()
+    model.config.pad_token_id = model.config.eos_token_id = None
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = None
+    model.resize_token_embeddings(200)
+    model.save_pretrained(tmp_path / "small")
     tiny_tokenizer().save_pretrained(tmp_path / "small")
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.finetune.tiny_model import tiny_tokenizer
@@ -15,6 +14,11 @@ from roundpipe.finetune.settings.config import TrainConfig, make_config
 from roundpipe.finetune.use.request import NO_DATA
 from roundpipe.finetune.use.scored_data import Choice, ScoredData, load_scored, scored_config
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+THE_RUNS = Choice()  # the data that the run has evaluated on
+
 
 def config(**changes: Any) -> TrainConfig:
     return make_config({"model": "-", "dataset": "train.jsonl", **changes})[0]
@@ -24,7 +28,7 @@ def paths(settings: TrainConfig, choice: Choice) -> list[str]:
     return [entry.path for entry in scored_config(settings, choice).dataset]
 
 
-def load(settings: TrainConfig, choice: Choice = Choice()) -> ScoredData:
+def load(settings: TrainConfig, choice: Choice = THE_RUNS) -> ScoredData:
     chosen = scored_config(settings, choice)
     return load_scored(chosen, choice, tiny_tokenizer(), Terminal(io.StringIO()), environment={})
 
@@ -45,7 +49,9 @@ def test_without_any_data_a_dataset_is_asked_for(choice: Choice) -> None:
 
 
 def test_a_run_that_held_nothing_out_is_not_scored_on_what_it_was_trained_on_by_surprise() -> None:
-    with pytest.raises(ConfigError, match=r"neither eval_dataset nor val_size.*train\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"neither eval_dataset nor val_size\nhint: .*train\.jsonl"
+    ):
         scored_config(config(), Choice())
 
 
@@ -78,7 +84,7 @@ def test_samples_are_cut_and_masked_as_in_the_run(tiny_data: Path) -> None:
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"question": "a", "answer": "b"}\n{"question": "a", "ans\n')
-    with pytest.raises(DataError, match=r"broken\.jsonl:2"):
+    with pytest.raises(DataError, match=r"broken\.jsonl, line 2"):
         load(config(eval_dataset=str(path)))
 
 
@@ -90,6 +96,6 @@ def test_the_data_are_named_with_their_split_and_how_much_of_them_it_is(tmp_path
     folder = str(tmp_path / "d")
     data = load(config(eval_dataset=folder), Choice(split="test"))
     assert data.name == f"{folder} (test)"
-    assert b"test" in bytes(data.samples[0].input_ids.astype("u1"))
+    assert "user\ntest" in tiny_tokenizer().decode(data.samples[0].input_ids)
     held_out = load(config(dataset=folder, val_size=0.5), Choice(split="train"))
     assert held_out.name == f"{folder} (train), of which val_size=0.5"

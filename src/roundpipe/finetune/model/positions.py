@@ -31,7 +31,7 @@ def check_lengths(model: nn.Module, lengths: NDArray[np.int64], say: Callable[[s
     longest = int(lengths.max(initial=0))
     if limit is None or longest <= limit:
         return
-    if _has_table(model, limit):
+    if has_table(model, limit):
         raise ConfigError(
             f"a sample has {longest:,} tokens, and the model has positions for {limit:,}"
             f"\nhint: max_length={limit}"
@@ -58,7 +58,13 @@ def longest_known(model: nn.Module) -> int | None:
     return limit
 
 
-def _has_table(model: nn.Module, limit: int) -> bool:
+def most_computable(model: nn.Module) -> int | None:
+    """Tokens beyond which the model cannot go on at all, or None: rotary positions never end."""
+    limit = longest_known(model)
+    return limit if limit is not None and has_table(model, limit) else None
+
+
+def has_table(model: nn.Module, limit: int) -> bool:
     """Whether positions are rows of a table: learned ones, or sines written down."""
     tokens = getattr(model, "get_input_embeddings", lambda: None)()
     learned = (

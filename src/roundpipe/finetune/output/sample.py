@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from roundpipe.errors import DeviceError
+from roundpipe.errors import DataError, DeviceError
 from roundpipe.finetune.model.from_transformers import quiet_transformers
+from roundpipe.finetune.model.positions import most_computable
 from roundpipe.finetune.model.vocabulary import pad_token_of
 from roundpipe.finetune.output.prompts import end_tokens, tokens_of
 from roundpipe.finetune.output.rate import outlook_line, rate_text
@@ -86,6 +87,7 @@ class Answerer:
         self._sampling = {"do_sample": False, **sampling}
         self._ends = end_tokens(trainer.model, tokenizer)
         self._pad = pad_token_of(tokenizer, trainer.model)
+        self._most = most_computable(trainer.model)
         self._takes_padding: bool | None = None if _is_stateful(trainer.model) else True
 
     # ---- before and after
@@ -136,7 +138,9 @@ class Answerer:
             while waiting and not (should_stop and should_stop()):
                 batch = waiting.pop(0)
                 try:
-                    made = self._made([tokens[i] for i in batch], should_stop=should_stop)
+                    made = self._made(
+                        [tokens[i] for i in batch], self.max_new_tokens, should_stop=should_stop
+                    )
                 except DeviceError as error:
                     if len(batch) == 1 or not isinstance(error.__cause__, torch.OutOfMemoryError):
                         raise
@@ -156,13 +160,18 @@ class Answerer:
         prompt: Prompt,
         show: Callable[[str], None],
         *,
+        max_new_tokens: int | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> str:
-        """Answer one prompt, giving the text to ``show`` piece by piece as it is made."""
+        """Answer one prompt, giving the text to ``show`` piece by piece as it is made.
+
+        ``max_new_tokens``: of this answer, where it has less room than others.
+        """
         tokens = tokens_of(self.tokenizer, prompt)
+        most = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         with self._undisturbed(), quiet_transformers():
             streamer = _Shown(self.tokenizer, show)
-            (row,) = self._made([tokens], should_stop=should_stop, streamer=streamer)
+            (row,) = self._made([tokens], most, should_stop=should_stop, streamer=streamer)
         return self._text(row)
 
     def _text(self, row: list[int]) -> str:
@@ -171,18 +180,22 @@ class Answerer:
     def _made(
         self,
         prompts: Sequence[list[int]],
+        max_new_tokens: int,
         *,
         should_stop: Callable[[], bool] | None = None,
         streamer: TextStreamer | None = None,
     ) -> list[list[int]]:
         """New tokens for each prompt, all at a time, up to and with what ends an answer."""
         width = max(map(len, prompts))
+        if self._most is not None:
+            self._require_room(width)
+            max_new_tokens = min(max_new_tokens, self._most - width)
         more: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
         if should_stop is not None:
             more["stopping_criteria"] = [_stops_when(should_stop)]
         started = time.perf_counter()
         output = self.trainer.generate(
-            **self._padded(prompts, width), generation_config=self._settings(), **more
+            **self._padded(prompts, width), generation_config=self._settings(max_new_tokens), **more
         )
         self.seconds += time.perf_counter() - started
         rows = [self._ended(row) for row in output[:, width:].tolist()]
@@ -197,11 +210,18 @@ class Answerer:
             mask[row, width - len(tokens) :] = 1
         return {"input_ids": ids, "attention_mask": mask}
 
-    def _settings(self) -> GenerationConfig:
+    def _require_room(self, width: int) -> None:
+        if self._most is not None and width >= self._most:
+            raise DataError(
+                f"a prompt has {width:,} tokens, and the model has positions for {self._most:,}"
+                "\nhint: ask with fewer words"
+            )
+
+    def _settings(self, max_new_tokens: int) -> GenerationConfig:
         """What is not said here ``generate`` takes from the model's own generation config."""
         kind: Any = GenerationConfig
         settings: GenerationConfig = kind(
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             eos_token_id=self._ends or None,
             pad_token_id=self._pad,
             **self._sampling,

@@ -125,12 +125,24 @@ class Terminal:
         with self.waiting(what):
             yield show
 
-    def answers(self, prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
-        """Show what the model answered before and after training, side by side."""
+    def answers(
+        self,
+        prompts: Sequence[str],
+        before: Sequence[str],
+        after: Sequence[str],
+        *,
+        names: tuple[str, str] = ("before", "after"),
+    ) -> None:
+        """Show what the model answered before and after training, side by side.
+
+        ``names``: of the two, where they are others.
+        """
         width = self._width()
         for prompt, old, new in zip(prompts, before, after, strict=True):
-            lines = stacked(prompt, old, new)
-            shown = lines if width < LEAST_WIDTH else in_columns(prompt, old, new, width=width)
+            lines = stacked(prompt, old, new, names=names)
+            shown = lines
+            if width >= LEAST_WIDTH:
+                shown = in_columns(prompt, old, new, width=width, names=names)
             with self._lock:
                 for text in shown:
                     (self._write_above or self._write_line)(text)
@@ -155,7 +167,7 @@ class Terminal:
     def _make_progress(self, total_steps: int) -> Progress:
         if self._is_tty():
             return BarProgress(total_steps, log=self.log, stream=self._stream)
-        if _in_notebook():
+        if in_notebook():
             return NotebookProgress(total_steps, log=self.log, write=self._write_line)
         return PlainProgress(total_steps, log=self.log, write=self._write_line)
 
@@ -191,7 +203,7 @@ class Terminal:
             self._stream.flush()
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether a notebook's kernel runs us; an IPython shell in a terminal is no notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

@@ -27,20 +27,27 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from transformers import integrations, trainer_utils
 from transformers.trainer_callback import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
     ExportableState,
+    PrinterCallback,
+    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
 )
-from transformers.trainer_utils import SaveStrategy, speed_metrics
+from transformers.trainer_utils import SaveStrategy
 
 from roundpipe.finetune.output.earlier import STATE_FILE
+from roundpipe.finetune.output.terminal import in_notebook
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from roundpipe.finetune.run.steps import Run
+    from roundpipe.finetune.run.training import Training
     from roundpipe.finetune.trainer.trainer import RoundPipeTrainer
 
 
@@ -138,9 +145,10 @@ class CallbackEvents:
     def trainer_state(self) -> dict[str, Any]:
         """transformers' own state, callbacks' states among it."""
         trainer = self._trainer
+        kept: Any = trainer.state.stateful_callbacks
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
-                trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
+                kept[type(callback).__name__] = callback.state()
         told: dict[str, Any] = asdict(trainer.state)
         return told
 
@@ -152,7 +160,7 @@ class CallbackEvents:
         samples = order.num_rows * args.num_train_epochs
         if args.max_steps > 0:
             samples = args.max_steps * trainer.config.batch_size
-        metrics: dict[str, float] = speed_metrics(
+        metrics = speed(
             "train",
             self._started,
             num_samples=samples * steps / max(state.max_steps, 1),
@@ -170,14 +178,13 @@ class CallbackEvents:
     # ---- state
 
     @property
-    def _training(self) -> Any:
+    def _training(self) -> Training:
         assert self._run is not None, "begin first"
         return self._run.training
 
     @property
     def _steps_per_epoch(self) -> int:
-        steps: int = self._training.order.steps_per_epoch
-        return steps
+        return self._training.order.steps_per_epoch
 
     def _begin_state(self, run: Run) -> None:
         trainer, order = self._trainer, run.training.order
@@ -239,7 +246,9 @@ class CallbackEvents:
             state.num_input_tokens_seen += tokens if seen == "non_padding" else ids.numel()
 
     def _add_loss(self) -> None:
-        loss, state = self._training.last.loss, self._trainer.state
+        record, state = self._training.last, self._trainer.state
+        assert record is not None, "a step has ended"
+        loss = record.loss
         if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
             loss = self._loss / (1 + state.global_step - self._last_logged)
         self._loss += loss
@@ -297,7 +306,8 @@ class CallbackEvents:
         logs: dict[str, Any] = {"loss": self._loss / (step - self._last_logged)}
         if training.log.last_norm is not None:
             logs["grad_norm"] = training.log.last_norm
-        logs["learning_rate"] = training.last.learning_rate
+        if training.last is not None:
+            logs["learning_rate"] = training.last.learning_rate
         logs["num_tokens"] = training.log.num_tokens
         if record is not None and record.seconds > 0:
             logs["tokens_per_second"] = round(record.tokens / record.seconds, 1)
@@ -313,7 +323,8 @@ class CallbackEvents:
         value = metrics[self._trainer.best_metric_name(metrics)]
         best = state.best_metric
         if self._training.optimizing.follows_metrics:
-            self._training.scheduler.step(value)
+            scheduler: Any = self._training.scheduler
+            scheduler.step(value)
         is_better = best is None or (value > best if args.greater_is_better else value < best)
         if is_better and math.isfinite(value):
             state.best_metric = value
@@ -348,6 +359,33 @@ class CallbackEvents:
         own = getattr(TrainerCallback, event)
         callbacks = self._trainer.callback_handler.callbacks
         return any(getattr(type(each), event, own) is not own for each in callbacks)
+
+
+def speed(kind: str, started: float, **counts: float | None) -> dict[str, float]:
+    """``KIND_runtime`` in seconds since ``started`` (`time.time`), and what was done per second."""
+    module: Any = trainer_utils
+    metrics: dict[str, float] = module.speed_metrics(kind, started, **counts)
+    return metrics
+
+
+def callbacks_for(arguments: Any, callbacks: Sequence[Any], patience: int | None) -> list[Any]:
+    """The callbacks of a trainer in their order: those of transformers, then the user's.
+
+    ``patience``: of a config that stops early.
+    """
+    shown: Any = PrinterCallback if arguments.disable_tqdm else _progress_callback()
+    stops = [] if patience is None else [EarlyStoppingCallback(patience)]
+    integrated: Any = integrations
+    reporting = integrated.get_reporting_integration_callbacks(arguments.report_to)
+    return [DefaultFlowCallback, *reporting, *callbacks, *stops, shown]
+
+
+def _progress_callback() -> Any:
+    if not in_notebook():
+        return ProgressCallback
+    from transformers.utils.notebook import NotebookProgressCallback  # noqa: PLC0415, of IPython
+
+    return NotebookProgressCallback
 
 
 def _state_of(told: dict[str, Any]) -> TrainerState:

@@ -41,7 +41,8 @@ def num_rows(dataset: Any) -> int | None:
 
 def is_stream(dataset: Any) -> bool:
     """Whether a dataset can only be read from its beginning, perhaps without end."""
-    return not isinstance(dataset, str) and num_rows(dataset) is None
+    is_iterable = isinstance(dataset, Iterable) and not isinstance(dataset, str)
+    return is_iterable and num_rows(dataset) is None
 
 
 def is_transformed(dataset: Any) -> bool:

@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 _SAMPLES = 64  # of each weight
 
 
-def loaded(model: nn.Module | RoundPipe, config: TrainConfig, say: Callable[[str], None]) -> Loaded:
+def loaded(
+    model: nn.Module | RoundPipe,
+    config: TrainConfig,
+    say: Callable[[str], None],
+    *,
+    is_ready: bool,
+) -> Loaded:
     """Take a model as it is, in the dtype that ``config`` asks for.
+
+    ``is_ready``: what of it is trained is what wants a gradient.
 
     A `RoundPipe` stays on its devices and in its dtype. Raises ConfigError for a model that is
     quantised by another library, that lies on a device, or has nothing to train.
@@ -37,7 +45,7 @@ def loaded(model: nn.Module | RoundPipe, config: TrainConfig, say: Callable[[str
         devices = None
         _refuse(inner)
         _cast(inner, config, say)
-    if not any(p.requires_grad for p in inner.parameters()):
+    if is_ready and not any(p.requires_grad for p in inner.parameters()):
         raise ConfigError(
             "nothing would be trained: every weight of the model is frozen\n"
             "hint: peft_config=LoraConfig(…), or model.requires_grad_(True)"
@@ -46,7 +54,7 @@ def loaded(model: nn.Module | RoundPipe, config: TrainConfig, say: Callable[[str
         BaseModel(inner),
         source_of(inner),
         digest_of(inner),
-        is_ready=True,
+        is_ready=is_ready,
         devices=devices,
     )
 

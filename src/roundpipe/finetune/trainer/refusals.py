@@ -28,7 +28,7 @@ HOOKS = {
 
 # Other names, as attributes or methods.
 _ABSENT = {
-    "compute_metrics": "evaluate() gives loss; `roundpipe eval` also exact matches (answer_pattern)",
+    "compute_metrics": "evaluate() gives the loss; for exact matches: `roundpipe eval`",
     "create_model_card": "save_model() writes one",
     "get_test_dataloader": "evaluate(dataset)",
     "hyperparameter_search": "a loop over trainers, each in a `with` block",
@@ -56,7 +56,7 @@ _ARGUMENTS = {
 }
 
 
-class NotHere(ConfigError, AttributeError):
+class AbsentError(ConfigError, AttributeError):
     """A name of transformers' Trainer that this trainer has not; ``hasattr`` says so too."""
 
 
@@ -83,5 +83,5 @@ def refuse_overridden(kind: type, own: type) -> None:
 def absent(name: str) -> AttributeError:
     """The error for a name that is not here."""
     if name in _ABSENT:
-        return NotHere(f"RoundPipeTrainer has no {name}\nhint: {_ABSENT[name]}")
+        return AbsentError(f"RoundPipeTrainer has no {name}\nhint: {_ABSENT[name]}")
     return AttributeError(f"'RoundPipeTrainer' object has no attribute {name!r}")

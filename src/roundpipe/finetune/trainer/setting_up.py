@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
@@ -126,17 +127,11 @@ def _require_fitting(wishes: Wishes, config: TrainConfig) -> None:
 
 def _require_place(given: Loaded) -> None:
     """Raise ConfigError where nobody knows what tokenizer a model has."""
-    source = given.source
-    if not source.is_here or source.location == type(given.base.model).__name__:
-        from pathlib import Path  # noqa: PLC0415
-
-        if source.is_hub and source.location != type(given.base.model).__name__:
-            return
-        if not Path(source.location).is_dir():
-            raise ConfigError(
-                "processing_class is not given, and the model does not say where it came from"
-                "\nhint: processing_class=AutoTokenizer.from_pretrained(…)"
-            )
+    if not given.source.is_hub and not Path(given.source.location).is_dir():
+        raise ConfigError(
+            "processing_class is not given, and the model does not say where it came from"
+            "\nhint: processing_class=AutoTokenizer.from_pretrained(…)"
+        )
 
 
 def _smoothing(arguments: Any) -> Callable[..., Any] | None:
@@ -148,8 +143,6 @@ def _smoothing(arguments: Any) -> Callable[..., Any] | None:
     smoother = LabelSmoother(epsilon=arguments.label_smoothing_factor)
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
-        return smoother(
-            outputs, labels, shift_labels=True, num_items_in_batch=num_items_in_batch
-        )
+        return smoother(outputs, labels, shift_labels=True, num_items_in_batch=num_items_in_batch)
 
     return loss

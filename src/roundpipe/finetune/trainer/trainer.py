@@ -19,12 +19,12 @@ import torch
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from roundpipe.durable import write_text
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.output.earlier import STATE_FILE, Earlier, RunState
-from roundpipe.finetune.output.run_folder import RunFolder, claim
+from roundpipe.finetune.output.earlier import LOG_FILE, STATE_FILE
+from roundpipe.finetune.output.run_folder import claim
 from roundpipe.finetune.output.sample import answer
 from roundpipe.finetune.run.content import Content
-from roundpipe.finetune.run.result import save_run
 from roundpipe.finetune.run.signals import listening
 from roundpipe.finetune.run.steps import (
     Around,
@@ -33,25 +33,364 @@ from roundpipe.finetune.run.steps import (
     started,
     take_best,
 )
-from roundpipe.finetune.run.training import Optimizing, make_optimizer, weights_to_save
+from roundpipe.finetune.run.training import Optimizing, make_optimizer
 from roundpipe.finetune.trainer.accelerator import OneProcess
 from roundpipe.finetune.trainer.arguments import read_arguments
-from roundpipe.finetune.trainer.callbacks import CallbackEvents, callbacks_for
+from roundpipe.finetune.trainer.callbacks import CallbackEvents, callbacks_for, speed
 from roundpipe.finetune.trainer.evaluating import Evaluating
+from roundpipe.finetune.trainer.familiar import Familiar
 from roundpipe.finetune.trainer.place import judge_for
 from roundpipe.finetune.trainer.refusals import absent, refuse_arguments, refuse_overridden
-from roundpipe.finetune.trainer.result import save_to
+from roundpipe.finetune.trainer.result import save_as_run, save_to
 from roundpipe.finetune.trainer.setting_up import Wishes, set_up
 from roundpipe.finetune.trainer.showing import LinesOnly
-from roundpipe.models.paths import num_matrix_weights
 from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch.optim import Optimizer
-    from transformers import TrainerCallback, TrainingArguments
-
+    from roundpipe.finetune.output.earlier import Earlier
     from roundpipe.finetune.run.steps import Run
     from roundpipe.finetune.settings.config import TrainConfig
-    from roundpipe.sim.search import Plan
+
+
+class RoundPipeTrainer(Familiar):
+    """Fine-tune a causal LM that is larger than its devices, by the names of TRL's ``SFTTrainer``.
+
+    ``model``: a folder or hub id, a model of transformers (also under peft) in host memory, or a
+    `RoundPipe`. ``args``: ``TrainingArguments``, an ``SFTConfig`` (whose own defaults count), a
+    dict of settings by their names or ours, or a ``TrainConfig``. Datasets: of `datasets`, lists of
+    dicts, a path or hub id; ``eval_dataset`` may be a dict of several. ``processing_class``: the
+    tokenizer; None: the model's. ``compute_loss_func(outputs, labels, num_items_in_batch)`` is
+    called for each microbatch, and what it returns is summed. ``callbacks``: instances or classes
+    of ``TrainerCallback``. ``optimizers``: (optimizer, scheduler) over the model's parameters; it
+    is made again over their masters. ``peft_config``, ``quantization_config``: train an adapter, on
+    weights in 4 bits. ``formatting_func(example)`` returns a text. ``environment``: the process's,
+    for choosing devices and the cache of tokens.
+
+    Reads data and model and puts it on its devices at once. ``close()`` or ``with`` ends it.
+    Attributes are those of transformers' Trainer; ``model`` is the `RoundPipe`. Raises ConfigError,
+    by name and with a way out, for what cannot be used or is not supported.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - TRL's names and order
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Callable[[list[dict[str, Any]]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: Any = (None, None),
+        *,
+        peft_config: Any = None,
+        quantization_config: Any = None,
+        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **others: Any,
+    ) -> None:
+        refuse_arguments(others)
+        refuse_overridden(type(self), RoundPipeTrainer)
+        told = read_arguments(
+            args,
+            model,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            num_devices=len(model._pool.devices) if isinstance(model, RoundPipe) else None,
+            environment=environment,
+        )
+        self.args: Any = told.arguments
+        _refuse_launcher(self.args)
+        self._terminal = LinesOnly()
+        for note in told.notes:
+            self._terminal.line(note)
+        wishes = Wishes(
+            model=model,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+        with contextlib.ExitStack() as parts:
+            self._made = set_up(wishes, told, self._terminal, parts, environment=environment)
+            kept = parts.pop_all()
+        self._closer = weakref.finalize(self, kept.close)
+        self._closer.atexit = False  # devices have ended by then
+        job, self.model = self._made.job, self._made.pipe
+        self.config: TrainConfig = job.config
+        self.processing_class = processing_class if processing_class is not None else job.tokenizer
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
+        self.train_batch_size = max(
+            1, job.config.batch_size // self.args.gradient_accumulation_steps
+        )
+        self.num_matrix_weights = _matrix_weights(job.model)
+        device = job.devices[0].torch_device
+        self.accelerator = OneProcess(device, write=self._terminal.line)
+        self.hub_model_id: str | None = None
+        self._optimizing = self._made.optimizing
+        self._run: Run | None = None
+        self._ignored_keys: list[str] | None = None
+        size = max(1, self.args.per_device_eval_batch_size * len(job.devices))
+        self._evaluating = Evaluating(job, self.model, rows=size)
+        given = callbacks_for(self.args, list(callbacks or ()), job.config.early_stopping_patience)
+        handler: Any = CallbackHandler
+        self.callback_handler = handler(
+            given, self.model, self.processing_class, self.optimizer, self.lr_scheduler
+        )
+        self.control: Any = TrainerControl()
+        self.state: Any = TrainerState()
+        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    # ---- training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as ``args`` say; ``resume_from_checkpoint``: True, or a checkpoint's folder.
+
+        Without it training begins anew with the weights as they are, and checkpoints of an earlier
+        run in ``output_dir`` are replaced. Blocks until it ends. Returns the steps made, their mean
+        loss and ``metrics``; model files are written by `save_model`.
+
+        Raises KeyboardInterrupt after Ctrl-C, and what made a step fail, when a checkpoint was
+        saved; the trainer may be used further.
+        """
+        self._ready()
+        if trial is not None:
+            raise absent("hyperparameter_search")
+        self._ignored_keys = ignore_keys_for_eval
+        resume = _resumed(resume_from_checkpoint)
+        with contextlib.ExitStack() as parts:
+            stop = parts.enter_context(listening())
+            held = claim(self.config, self._terminal.counting, judged=judge_for(resume))
+            folder = parts.enter_context(held)
+            for line in folder.earlier.lines:
+                self._terminal.line(line)
+            self._compare_content(folder.earlier)
+            torch.manual_seed(self.config.seed)
+            count = self.args.gradient_accumulation_steps
+            events = CallbackEvents(self, num_microbatches=count)
+            around = Around(
+                folder,
+                self._terminal,
+                stop,
+                events,
+                self._optimizer_of_run(),
+                goes_on="train(resume_from_checkpoint=True)",
+                keeps_log=False,
+            )
+            parts.callback(setattr, self, "_run", None)
+            self._run = run = started(self._made.job, self.model, around, parts)
+            with kept_when_ended_early(run):
+                run_steps(run)
+                metrics = self._finish(run, events)
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _finish(self, run: Run, events: CallbackEvents) -> dict[str, float]:
+        run.saver.wait()
+        run.recorder.take()
+        run.recorder.write(run.folder)
+        metrics = events.finish()
+        take_best(run)
+        events.end()
+        return metrics
+
+    def _optimizer_of_run(self) -> Optimizing:
+        """The optimizer, which outlives a run, and its own scheduler, if it has one."""
+        if self._optimizing is None:
+            self._optimizing = Optimizing(make_optimizer(self.config, self.model))
+        return self._optimizing
+
+    def _compare_content(self, earlier: Earlier) -> None:
+        content = Content.of(earlier, self._terminal.line)
+        for what, digest in self._made.job.content.items():
+            if what in ("base", "data") and digest is not None:
+                content.note(what, digest)
+
+    # ---- evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Give the loss of the newest weights on ``eval_dataset``, by default the trainer's own.
+
+        The loss is the mean over all trained tokens. Of several datasets, a dict, each has its own,
+        ``eval_NAME_loss``. ``ignore_keys`` are of outputs, of which none comes here. Callbacks are
+        told. Blocks until done. Raises ConfigError where there is nothing to evaluate on.
+        """
+        del ignore_keys
+        self._ready()
+        found = self._samples(eval_dataset)
+        if list(found) == [""]:
+            return self._evaluate(found[""], metric_key_prefix)
+        metrics: dict[str, float] = {}
+        for name, samples in found.items():
+            metrics |= self._evaluate(samples, f"{metric_key_prefix}_{name}")
+        return metrics
+
+    def evaluate_now(self) -> dict[str, float]:
+        """Evaluate because callbacks want it, through whatever a subclass makes of `evaluate`."""
+        return self.evaluate(ignore_keys=self._ignored_keys)
+
+    def best_metric_name(self, metrics: Mapping[str, float]) -> str:
+        """What the best is told by. Raises ConfigError where it was not measured."""
+        name = str(self.args.metric_for_best_model)
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model: {name} was not measured\nhint: one of {', '.join(metrics)}"
+            )
+        return name
+
+    def _samples(self, given: Any) -> dict[str, Any]:
+        own = self._made.data.evals
+        if given is None:
+            found = own
+        elif isinstance(given, str) and given in own:
+            found = {"": own[given]}
+        else:
+            found = self._made.preparing.evaluation(given)
+        if not found:
+            raise ConfigError("there is nothing to evaluate on\nhint: eval_dataset=…")
+        return found
+
+    def _evaluate(self, samples: Any, prefix: str) -> dict[str, float]:
+        start = time.time()
+
+        def tell() -> None:
+            handler = self.callback_handler
+            self.control = handler.on_prediction_step(self.args, self.state, self.control)
+
+        found = self._evaluating.loss_on(samples, run=self._run, tell=tell, say=self._terminal.line)
+        if not found.is_whole:
+            return {}
+        metrics: dict[str, float] = {f"{prefix}_loss": found.loss}
+        steps = math.ceil(len(samples) / self._evaluating.rows)
+        metrics |= speed(prefix, start, num_samples=len(samples), num_steps=steps)
+        self.log(metrics)
+        handler = self.callback_handler
+        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # ---- results
+
+    def save_model(
+        self, output_dir: str | Path | None = None, _internal_call: bool = False
+    ) -> None:
+        """Write the newest weights, an adapter's alone where one is trained, and the tokenizer.
+
+        Into ``output_dir``, by default that of ``args``, which is a finished run's folder then,
+        with its model card. Stock transformers and peft open it. Blocks until it is on the disk.
+        """
+        self._ready()
+        own = Path(self.config.output_dir).expanduser()
+        folder = own if output_dir is None else Path(output_dir).expanduser()
+        is_own = folder.absolute() == own.absolute() and (own / LOG_FILE).is_file()
+        if is_own and self._run is None:
+            save_as_run(self._made.job, self.model, self._state_to_save())
+        else:
+            save_to(folder, self._made.job, self.model)
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` into ``output_dir``."""
+        folder = Path(self.config.output_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self._state_to_save(), indent=2)
+        write_text(folder / STATE_FILE, text + "\n")
+
+    def _state_to_save(self) -> dict[str, Any]:
+        return {name: getattr(self.state, name) for name in type(self.state).__dataclass_fields__}
+
+    def chat(
+        self, prompt: str | Sequence[Any], *, max_new_tokens: int = 256, **sampling: Any
+    ) -> Any:
+        """Let the newest weights answer a prompt (a text, or messages), or a list of prompts.
+
+        Returns a text, or a list of them. Greedy unless ``sampling`` says otherwise, by the names
+        of transformers' ``generate``. Training may go on afterwards. Blocks until all is answered.
+        """
+        self._ready()
+        is_one = isinstance(prompt, str) or all(isinstance(each, dict) for each in prompt)
+        prompts: list[Any] = [prompt] if is_one else list(prompt)
+        tokenizer = self._made.job.tokenizer
+        answers = answer(self.model, tokenizer, prompts, max_new_tokens=max_new_tokens, **sampling)
+        return answers[0] if is_one else answers
+
+    # ---- logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add ``logs`` to ``state.log_history`` and ``trainer_log.jsonl``; tell callbacks."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen not in ("no", False):
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                seen = self.state.num_input_tokens_seen
+                logs.update(speed("train", start_time, num_tokens=seen))
+        record = {**logs, "step": self.state.global_step}
+        self.state.log_history.append(record)
+        if self._run is not None:
+            plain = {name: _finite(value) for name, value in record.items()}
+            self._run.training.log.append(plain)
+        handler = self.callback_handler
+        self.control = handler.on_log(self.args, self.state, self.control, logs)
+
+    # ---- its end
+
+    def end(self) -> None:
+        """End it, as transformers' Trainer is ended; see `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Free devices and threads; a model that was given stays usable. Idempotent."""
+        self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ready(self) -> None:
+        if not self._closer.alive:
+            raise ConfigError("the trainer is closed\nhint: make a new one")
+
+
+def _resumed(given: str | Path | bool | None) -> str | None:
+    if given is None or given is False:
+        return None
+    return "auto" if given is True else str(given)
+
+
+def _refuse_launcher(arguments: Any) -> None:
+    if arguments.world_size > 1:
+        raise ConfigError(
+            f"{arguments.world_size} processes were started, and one drives all devices\n"
+            "hint: python SCRIPT in place of torchrun, accelerate launch or deepspeed"
+        )
+
+
+def _matrix_weights(model: Any) -> int:
+    """Weights that each token is multiplied with: all but the table of embeddings."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return int(total - model.get_input_embeddings().weight.numel())
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

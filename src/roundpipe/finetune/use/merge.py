@@ -37,7 +37,14 @@ from roundpipe.finetune.use.merged_weights import (
     set_dtype_,
     untie_,
 )
-from roundpipe.finetune.use.opened import Loaded, dtype_on, load_subject, open_tokenizer, wrap
+from roundpipe.finetune.use.opened import (
+    Loaded,
+    dtype_on,
+    load_subject,
+    make_pool,
+    open_tokenizer,
+    wrap,
+)
 from roundpipe.finetune.use.subject import Subject
 from roundpipe.models.loading.distrust import config_fields
 from roundpipe.models.loading.own_class import class_for, name_to_load
@@ -50,6 +57,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roundpipe.device.api import Device
+    from roundpipe.engine.pool import DevicePool
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.finetune.use.merge_wish import Wanted
@@ -57,6 +65,7 @@ if TYPE_CHECKING:
 _SHARE_OF_MEMORY = 0.7  # of what is free, that weights may take
 _SPARE = 64 << 20  # bytes of the disk that stay free
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BY_TORCH_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
 # The root of the mean squared difference of logits as a share of their spread, above which they are
 # another model's: rounding to 16 bits costs some hundredths, an adapter left out several tenths.
 _ANOTHER = {"fp32": 1e-2, "fp16": 0.2, "bf16": 0.3}
@@ -93,7 +102,8 @@ def merge(
             parts.callback(device.close)
         tokenizer = _tokenizer(subject, settings, terminal)
         dtype = _live_dtype(subject, settings, devices)
-        return _Merging(subject, wanted, settings, terminal, devices, tokenizer, dtype).run()
+        pool = parts.enter_context(make_pool(settings, devices))
+        return _Merging(subject, wanted, settings, terminal, pool, tokenizer, dtype).run()
 
 
 @dataclass
@@ -104,7 +114,7 @@ class _Merging:
     wanted: Wanted
     settings: TrainConfig
     terminal: Terminal
-    devices: Sequence[Device]
+    pool: DevicePool
     tokenizer: Any
     dtype: torch.dtype
 
@@ -149,7 +159,7 @@ class _Merging:
         )
 
     def _logits(self, loaded: Loaded, ids: Tensor) -> Tensor:
-        with wrap(loaded, self.settings, self.devices) as model:
+        with wrap(loaded, self.settings, self.pool) as model:
             return logits_of(model, ids)
 
     def _saved_dtype(self) -> torch.dtype:
@@ -170,8 +180,8 @@ class _Merging:
             elif self.wanted.is_original:
                 over += " as it was before it was packed; the adapter was trained over 4 bits"
             say(f"merging {weights.num_merged} modules of {self.subject.name} into {over}")
-        kept = "" if dtype == torch.float32 else "; dtype=fp32 keeps every digit"
-        say(f"added up in fp32, saved as {_NAMES[dtype]}{kept}")
+            kept = "" if dtype == torch.float32 else "; dtype=fp32 keeps every digit"
+            say(f"added up in fp32, saved as {_NAMES[dtype]}{kept}")
         if parted:
             say(f"one weight in the base, two from here on: {' and '.join(parted)}")
 
@@ -303,8 +313,11 @@ class _Merging:
         say, count = self.terminal.line, short_count(_count_of(target))
         say("checked: stock transformers finds every weight, and no other")
         if merged.difference is not None:
-            say(f"against the live model: {merged.difference.line()}")
-        say(f"the model is in {self.wanted.shown} ({count} weights, {write_bytes(merged.num_bytes)})")
+            of = "before" if self.subject.adapter is None else "the model with its adapter"
+            say(f"against {of}: {merged.difference.line()}")
+        say(
+            f"the model is in {self.wanted.shown} ({count} weights, {write_bytes(merged.num_bytes)})"
+        )
         say()
         for line in short_lines(self._result(merged, target)):
             say(line)
@@ -321,9 +334,7 @@ def _tokenizer(subject: Subject, settings: TrainConfig, terminal: Terminal) -> A
     return None
 
 
-def _live_dtype(
-    subject: Subject, settings: TrainConfig, devices: Sequence[Device]
-) -> torch.dtype:
+def _live_dtype(subject: Subject, settings: TrainConfig, devices: Sequence[Device]) -> torch.dtype:
     """As it was trained, unless memory has no room for more digits than the files hold."""
     dtype = dtype_on(devices, settings)
     memory, size = host_memory(), _stored_bytes(subject.source)
@@ -356,9 +367,9 @@ def _stored_dtype(source: ModelSource) -> torch.dtype:
     inner = fields.get("text_config")
     for told in (fields, inner if isinstance(inner, dict) else {}):
         for key in ("dtype", "torch_dtype"):
-            dtype = getattr(torch, str(told.get(key)), None)
-            if dtype in _NAMES:
-                return dtype
+            name = str(told.get(key)).removeprefix("torch.")
+            if name in _BY_TORCH_NAME:
+                return _BY_TORCH_NAME[name]
     return torch.float32
 
 

@@ -51,7 +51,7 @@ class MergedWeights(Mapping[str, Tensor]):
             for name, tensor in target.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor)
         }
-        self._places = {name: module for name, module in _outermost(base)}
+        self._places = dict(_outermost(base))
         self._made: tuple[str, dict[str, Tensor]] | None = None
         self._done = 0
         self.tell = tell

@@ -16,6 +16,7 @@ import torch
 from roundpipe.device.accumulation import fp16_accumulation
 from roundpipe.device.host_memory import host_memory
 from roundpipe.device.resolve import resolve_devices
+from roundpipe.engine.pool import DevicePool
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.data.template import use_chat_template, use_special_tokens
 from roundpipe.finetune.model.base_model import load_base
@@ -81,36 +82,42 @@ def open_subject(
     terminal: Terminal,
     *,
     environment: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Opened]:
     """Load a subject and have it on the devices of ``settings`` until the block ends.
 
     Of the settings count: devices, dtype, method (qlora packs the base into 4 bits), attention,
-    chat template, limits, schedule and seed. Downloads what is not here yet. Raises ConfigError.
+    chat template, limits, schedule and seed. ``tokenizer``: as `open_tokenizer` gave it, if it did
+    already. Downloads what is not here yet. Raises ConfigError.
     """
     with contextlib.ExitStack() as parts:
         devices = resolve_devices(settings.devices, environment=environment)
         for device in devices:
             parts.callback(device.close)
-        tokenizer = open_tokenizer(subject, settings, terminal)
+        tokenizer = tokenizer or open_tokenizer(subject, settings, terminal)
         dtype = dtype_on(devices, settings)
         if settings.fp16_accumulation:
             parts.enter_context(fp16_accumulation(devices, dtype))
         loaded = load_subject(subject, settings, terminal, dtype=dtype)
-        wrapped = parts.enter_context(wrap(loaded, settings, devices))
-        yield Opened(
-            subject, wrapped, tokenizer, dtype, loaded.base.is_packed, settings, devices
-        )
+        pool = parts.enter_context(make_pool(settings, devices))
+        wrapped = parts.enter_context(wrap(loaded, settings, pool))
+        yield Opened(subject, wrapped, tokenizer, dtype, loaded.base.is_packed, settings, devices)
 
 
-def wrap(loaded: Loaded, settings: TrainConfig, devices: Sequence[Device]) -> RoundPipe:
+def make_pool(settings: TrainConfig, devices: Sequence[Device]) -> DevicePool:
+    """The devices with what their limits say; closing it closes them."""
+    limit = _bytes_of(settings.pinned_memory_limit)
+    return DevicePool(list(devices), pinned_memory_limit=limit)
+
+
+def wrap(loaded: Loaded, settings: TrainConfig, pool: DevicePool) -> RoundPipe:
     """A loaded subject on devices, in evaluation mode; takes over where its weights lie."""
     bases, loaded.base.bases = loaded.base.bases, []
     wrapped = RoundPipe(
         loaded.model,
-        devices=list(devices),
+        pool=pool,
         schedule=settings.schedule,
         device_memory_limit=settings.device_memory_limit,
-        pinned_memory_limit=_bytes_of(settings.pinned_memory_limit),
         bases=bases,
         seed=settings.seed,
     )

@@ -2,10 +2,10 @@
 
     roundpipe COMMAND RUN [option=value …] [key=value …]
 
-RUN comes first; the keys are those of `roundpipe train`, and those that are not said are as the run
-had them (its ``config.yaml``), or as they are by default. In place of RUN stands also a config file:
-of a run that it has trained, or one of another trainer's that names a model and an adapter. Nothing
-of this imports torch.
+The keys are those of `roundpipe train`; those that are not said are as the run had them (its
+``config.yaml``), or as they are by default. In place of RUN stands also a config file: of a run
+that was trained with it, or one of another trainer's that names a model and an adapter. Nothing of
+this imports torch.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from roundpipe.finetune.settings.config import DatasetEntry, TrainConfig
 
 _NO_DATA = (
-    "no data to score on: {}\nhint: dataset=FILE.jsonl, or a hub id: "
-    "dataset='{{path: openai/gsm8k, name: main, split: test}}'"
+    "no data to score on: none is named\nhint: dataset=FILE.jsonl, or a hub id: "
+    "dataset='{path: openai/gsm8k, name: main, split: test}'"
 )
 
 
@@ -59,11 +59,12 @@ def scored_config(settings: TrainConfig, choice: Choice) -> TrainConfig:
     """
     if choice.is_held_out or (not choice.is_named and settings.eval_dataset is None):
         if settings.dataset[0].path == NO_DATA:
-            raise ConfigError(_NO_DATA.format("none is named"))
+            raise ConfigError(_NO_DATA)
         if settings.val_size is None:
             raise ConfigError(
-                _NO_DATA.format("the run has neither eval_dataset nor val_size; its training data")
-                + f": dataset={settings.dataset[0].path}"
+                "no data to score on: the run has neither eval_dataset nor val_size\n"
+                f"hint: dataset=FILE.jsonl; dataset={settings.dataset[0].path} is what it was "
+                "trained on"
             )
         entries, most = settings.dataset, None  # which rows are held out hangs on all of them
         val_size = settings.val_size
@@ -72,7 +73,7 @@ def scored_config(settings: TrainConfig, choice: Choice) -> TrainConfig:
         assert named is not None
         entries, val_size, most = named, None, choice.most
     if any(entry.path == NO_DATA for entry in entries):
-        raise ConfigError(_NO_DATA.format("none is named"))
+        raise ConfigError(_NO_DATA)
     return settings.model_copy(
         update={
             "dataset": tuple(_changed(entry, choice.split, most) for entry in entries),

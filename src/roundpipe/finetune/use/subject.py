@@ -1,9 +1,9 @@
 """What RUN names: the result of a run, a checkpoint, a model, an adapter with its base.
 
-    a run's folder      finished: its result; else its newest checkpoint that is whole, which is said
-    a checkpoint        every file that is used is compared with what the manifest says of it
-    an adapter          and the model that it was trained on, as it, or its run, says
-    a model             a folder, a hub id, a GGUF file, a file in a Python package
+    a run's folder   finished: its result; else its newest checkpoint that is whole, which is said
+    a checkpoint     every file that is used is compared with what the manifest says of it
+    an adapter       and the model that it was trained on, as it, or its run, says
+    a model          a folder, a hub id, a GGUF file, a file in a Python package
 
 Decided from names and small files; of the hub, these are fetched. Whatever is wrong is a
 ConfigError before a weight is read.
@@ -136,14 +136,12 @@ def _of_files(
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Whether what lies in a folder is an adapter; some have a config.json of the base beside it."""
+    """Whether what lies in a folder is an adapter; some have the base's config.json beside it."""
     has_adapter = (folder / _ADAPTER).is_file()
     return has_adapter or not any(folder.glob("model*.safetensors"))
 
 
-def _base(
-    given: str, folder: Path, config: TrainConfig | None, base: str | None
-) -> ModelSource:
+def _base(given: str, folder: Path, config: TrainConfig | None, base: str | None) -> ModelSource:
     """Where the base of an adapter is."""
     told: str | None = None
     revision: str | None = None

@@ -32,6 +32,17 @@ logger = logging.getLogger(__name__)
 
 _ONE_FILE = "model.safetensors"
 _ADAPTER = "adapter_model.safetensors"
+_BESIDE_ADAPTER = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _LARGEST_SMALL = 256 << 20  # bytes
 _SPARE = 64 << 20  # bytes of the disk that stay free
@@ -120,14 +131,15 @@ def open_snapshot(repo: str, revision: str | None = None, hub: Hub | None = None
 
 
 def open_adapter(repo: str, revision: str | None = None, hub: Hub | None = None) -> Path:
-    """Fetch an adapter of the hub: config and safetensors; its folder. Blocks on the network.
+    """Fetch an adapter of the hub, with its tokenizer; its folder. Blocks on the network.
 
     Raises ConfigError with a way out. What the cache has is taken where the hub cannot be asked.
     """
     hub = hub or Hub()
     what = f"{repo}@{revision}" if revision else repo
     try:
-        return _download(repo, revision, ("adapter_config.json", _ADAPTER), hub)
+        names = ("adapter_config.json", _ADAPTER, *_BESIDE_ADAPTER)
+        return _download(repo, revision, names, hub)
     except Exception as error:  # of the client, the HTTP library below it, the system
         raise explain(error, what, repo=repo, endpoint=hub.endpoint) from error
 

@@ -1,0 +1,103 @@
+"""What an opened model does for `roundpipe chat`: answer prompts, or hold a conversation."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from roundpipe.finetune.use.chat import NO_TEMPLATE, Chat, answerer_of, base_alone
+from roundpipe.finetune.use.conversation import Conversation, stoppable
+from roundpipe.finetune.use.piped import answer_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from roundpipe.finetune.output.prompts import Prompt
+    from roundpipe.finetune.output.sample import Answerer
+    from roundpipe.finetune.output.terminal import Terminal
+    from roundpipe.finetune.use.chat_wish import ChatWish
+    from roundpipe.finetune.use.conversation import Screen
+    from roundpipe.finetune.use.opened import Opened
+    from roundpipe.finetune.use.piped import Asked
+
+_USUAL_PROMPT = 256  # tokens, for what is said of the speed before anything is asked
+
+
+def converse(
+    opened: Opened,
+    wish: ChatWish,
+    screen: Screen,
+    terminal: Terminal,
+    *,
+    environment: Mapping[str, str],
+) -> int:
+    """Hold a conversation until the person leaves; the exit code. Raises ConfigError."""
+    answerer = answerer_of(opened, wish, environment=environment)
+    chat = Chat.of(answerer, system=wish.system)
+    base = functools.partial(base_alone, opened) if wish.compares else None
+    dtype = str(opened.dtype).removeprefix("torch.")
+    terminal.line(f"{opened.subject.name} · {dtype}")
+    terminal.line(answerer.outlook_line([[0] * _USUAL_PROMPT]))
+    if not chat.has_turns:
+        terminal.line(NO_TEMPLATE)
+    terminal.line("/help says what can be typed · Ctrl-D leaves")
+    code = Conversation(chat, screen, base).hold()
+    if answerer.num_tokens:
+        terminal.line(answerer.rate_line())
+    return code
+
+
+def answer_prompts(
+    opened: Opened,
+    wish: ChatWish,
+    asked: Iterable[Asked],
+    write: Callable[[str], None],
+    terminal: Terminal,
+    *,
+    environment: Mapping[str, str],
+) -> None:
+    """Answer prompts in their order, several at a time. Raises KeyboardInterrupt after a Ctrl-C."""
+    answerer = answerer_of(opened, wish, environment=environment)
+    has_turns = Chat.of(answerer).has_turns
+    if not has_turns:
+        terminal.line(NO_TEMPLATE)
+    is_told = False
+
+    def answers(some: Sequence[Asked]) -> list[dict[str, str]]:
+        nonlocal is_told
+        prompts = [each.messages(wish.system if has_turns else None) for each in some]
+        if not is_told:
+            terminal.line(answerer.outlook_line(prompts))
+            is_told = True
+        names = ["answer"]
+        if wish.compares:
+            with base_alone(opened):
+                bases = _answered(answerer, prompts, terminal)
+            names = ["base", "answer"]
+        found = _answered(answerer, prompts, terminal)
+        columns = [bases, found] if wish.compares else [found]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    if len(wish.prompts) == 1 and not wish.as_json and not wish.compares:
+        prompt = next(iter(asked)).messages(wish.system if has_turns else None)
+        terminal.line(answerer.outlook_line([prompt]))
+        _streamed(answerer, prompt, write)
+    else:
+        answer_all(asked, answers, write, as_json=wish.as_json, batch_size=wish.batch_size)
+    terminal.line(answerer.rate_line())
+
+
+def _streamed(answerer: Answerer, prompt: Prompt, write: Callable[[str], None]) -> None:
+    with stoppable() as is_stopped:
+        answerer.stream(prompt, write, should_stop=is_stopped)
+        write("\n")
+    if is_stopped():
+        raise KeyboardInterrupt
+
+
+def _answered(answerer: Answerer, prompts: Sequence[Prompt], terminal: Terminal) -> list[str]:
+    with stoppable() as is_stopped, terminal.counting("answering", len(prompts), "prompts") as tell:
+        found = answerer.answers(prompts, tell=tell, should_stop=is_stopped)
+    if is_stopped():
+        raise KeyboardInterrupt
+    return found
