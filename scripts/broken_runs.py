@@ -27,6 +27,9 @@ from roundpipe.finetune.data.order import Order, _Part
 from roundpipe.finetune.run.evaluate import evaluate
 from roundpipe.finetune.run.saving import Saver
 from roundpipe.finetune.run.training import Training
+from roundpipe.finetune.use import merged_weights, opened, subject
+from roundpipe.finetune.use.merge import _Merging
+from roundpipe.finetune.use.merged_weights import MergedWeights
 from roundpipe.store.reading import Reading
 
 if TYPE_CHECKING:
@@ -42,6 +45,9 @@ PACKED = (
     "finetune/data/test_collate.py::"
     "test_packed_samples_count_from_zero_each_and_their_first_token_is_no_label"
 )
+MERGE = "finetune/use/test_merge.py::test_"
+MERGED = MERGE + "a_merged_model_is_the_live_one_in_stock_libraries"
+SUBJECT = "finetune/use/test_subject.py::test_"
 HALF = "finetune/data/test_order.py::test_half_of_a_part_is_another_half_in_the_next_epoch"
 
 
@@ -145,6 +151,42 @@ MECHANISMS = {
             "finetune/run/test_evaluate.py::"
             "test_the_loss_is_the_mean_over_tokens_however_the_samples_are_cut",
         ),
+    ),
+    "an adapter is added up in 16 bits": Mechanism(
+        MergedWeights._in_fp32,
+        "_FP32 if value",
+        "torch.bfloat16 if value",
+        (MERGE + "sums_in_fp32_are_rounded_once",),
+    ),
+    "a head that was trained is saved as the embedding": Mechanism(
+        merged_weights.untie_,
+        "if torch.equal(first, weights.exact(name)):",
+        "if True:",
+        (MERGED + "[a tied head trained whole]",),
+    ),
+    "weights in 4 bits are merged as their stand-ins": Mechanism(
+        MergedWeights._value,
+        "self._packed.get(tensor)",
+        "None",
+        (MERGE + "what_was_trained_over_4_bits_is_merged_into_them_or_into_those_of_before",),
+    ),
+    "another model than the live one gets its name": Mechanism(
+        _Merging._compared,
+        "if not difference.share <= most",
+        "if False",
+        (MERGE + "what_is_not_the_live_model_gets_no_name",),
+    ),
+    "an adapter opens over any base": Mechanism(
+        opened._check_base,
+        "if fingerprint(subject.source) == subject.base_mark:",
+        "if True:",
+        (SUBJECT + "another_base_than_it_was_trained_on_is_an_error",),
+    ),
+    "a checkpoint is opened unread": Mechanism(
+        subject._verified,
+        "if file_fingerprint(folder / name, tell) != said:",
+        "if False:",
+        (SUBJECT + "an_unfinished_run_is_its_newest_whole_checkpoint_and_that_is_said",),
     ),
 }
 

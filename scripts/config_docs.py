@@ -45,6 +45,13 @@ is an error, which names the nearest key there is.
 What a config leaves out counts too: one that can only be axolotl's or TRL's and names neither a
 method nor anything of an adapter means full fine-tuning, and a line says that it was read so.
 LLaMA-Factory's `dataset_info.json` is read from `dataset_dir` (`data` where nothing is said).
+
+Command lines of those trainers are understood too (`--bf16`, `--no-packing`,
+`--lora_target_modules q_proj v_proj`). `${HOME}` and other variables of the environment are filled
+in; keys that begin with `x-` or `_` may hold what anchors name. `roundpipe plan FILE` prints what
+each key became; what is refused comes with what to write instead, to be pasted behind the command.
+A page for each: [TRL](from_trl.md), [LLaMA-Factory](from_llamafactory.md),
+[Axolotl](from_axolotl.md), [unsloth](from_unsloth.md).
 """
 DEPENDS = {
     "learning_rate": "2e-4; 1e-5 for full",

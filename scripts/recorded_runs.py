@@ -107,6 +107,9 @@ def write_page(runs: dict[str, list[dict[str, Any]]]) -> None:
         "",
         "Beside each log lie the resolved config and the run's own plot.",
         "",
+        "What a LoRA adapter changes on problems it has never seen, answers counted:",
+        "[before and after](gsm8k-lora/README.md).",
+        "",
     ]
     (RUNS / "README.md").write_text("\n".join(text), encoding="utf-8")
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 NAMES = """
 AutoRoundPipe ConfigError DataError DeadlockError DeviceError DevicePool GradScaler HostMemoryError
 ModelError ModelExecutePlan ModelTimer NoRoomError OptimizerCtx PlanError RaceError RoundPipe
-RoundPipeError RoundPipePackedData RoundPipeRunConfig SavedCheckpoint StallError StepError
+RoundPipeError RoundPipePackedData RoundPipeRunConfig RoundPipeTrainer SavedCheckpoint StallError
+StepError
 StepResult __version__ doing_recompute get_recompute_data optim plan save_for_recompute sim
 wrap_model_to_roundpipe
 """

@@ -256,12 +256,14 @@ class RoundPipe(Checkpointing):
         self,
         *args: Any,
         roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        use_adapter: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Continue prompts by a causal LM's own ``generate``, of which all other arguments are.
 
         In evaluation mode on the first device, with the newest weights: those stay there until it
         is done if there is room for them and for the cache, else blocks come up as they are used.
+        ``use_adapter=False``: the base model, without the adapters of ``peft``.
         The tokens are those that the plain model would make. Returns what that returns (token ids
         [sequences, length], int64, unless asked for more), on ``output_device`` (the host). Blocks
         until then, and before for what is under way; training may go on afterwards.
@@ -280,6 +282,7 @@ class RoundPipe(Checkpointing):
             device_bytes=self.planner.device_bytes,
             newest=self._chain.staleness == 1,
             output_device=torch.device(config.output_device or "cpu"),
+            use_adapter=use_adapter,
         )
 
     def generation_outlook(

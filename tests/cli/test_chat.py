@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.normal_(std=0.4)
     model.save_pretrained(place / "tiny")
     tiny_model.tiny_tokenizer().save_pretrained(place / "tiny")
-    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     adapted = get_peft_model(model, config)
     adapted.peft_config["default"].base_model_name_or_path = str(place / "tiny")
     adapted.save_pretrained(place / "out")

@@ -11,10 +11,12 @@ import pytest
 
 from roundpipe.cli import main
 from roundpipe.cli.doctor import Wish, read_wish, run
+from roundpipe.device.disk import DiskRates
 from roundpipe.device.probe import Effort, Probe
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.forecast.examine import Examination, Told
 from roundpipe.finetune.forecast.examine_host import HostExamination
+from roundpipe.finetune.forecast.examine_software import SoftwareExamination
 from roundpipe.finetune.forecast.machines import load_machine, saved_file
 
 if TYPE_CHECKING:
@@ -108,6 +110,26 @@ def test_json_is_all_of_it_and_nothing_else(capsys: pytest.CaptureFixture[str]) 
     assert load_machine(values["machine"]).num_devices == 2
     assert values["measured"]["devices"][0]["is_intact"] is True
     assert {"level", "text", "price", "hint"} == set(values["findings"][0])
+
+
+def test_disks_and_software_are_told_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    software = SoftwareExamination(
+        {"WORLD_SIZE": "2"},
+        folder=tmp_path,
+        hub_cache=lambda: tmp_path,
+        rates=lambda folder: DiskRates(1e9, 2e9),
+    )
+    assert doctor(how=replace(QUICK, software=software)) == 0
+    shown = capsys.readouterr().out
+    assert f"runs and the hub's cache: {tmp_path} · " in shown
+    assert " free · written at 1 GB/s · read at 2 GB/s\n" in shown
+    assert "missing   WORLD_SIZE=2 is set" in shown
+    assert doctor("--json", how=replace(QUICK, software=software)) == 0
+    measured = json.loads(capsys.readouterr().out)["measured"]
+    assert measured["software"]["variables"] == {"WORLD_SIZE": "2"}
+    assert measured["disks"][0]["write"] == 1e9
 
 
 class Pretended:

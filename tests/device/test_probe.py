@@ -45,6 +45,18 @@ def test_duplex_is_what_is_left_when_both_ways_run() -> None:
     assert LinkRates(up=20, down=10, up_both=22, down_both=10).duplex == 1.0
 
 
+def test_a_question_is_asked_while_the_device_computes() -> None:
+    device = CpuDevice(threads=1)
+    probe = Probe(device, Effort(0.01, 2**20, 256, 1e-4))
+
+    def question() -> bool:
+        return device.record("compute").is_complete()
+
+    assert probe.busy_while(question, seconds=0.2) is False
+    assert question() is True  # what it was given has been done when it returns
+    device.close()
+
+
 def test_products_grow_until_one_lasts_long_enough(device: CpuDevice) -> None:
     sizes = []
     mm = torch.mm

@@ -126,8 +126,14 @@ class Probe:
         return LinkRates(up, down, *(num_bytes / seconds for seconds in both))
 
     def busy_while(self, question: Callable[[], Answer], *, seconds: float = 2.0) -> Answer:
-        """The answer to ``question`` while the device computes, at least ``seconds`` of work."""
-        work, each = self._product("fp32", min(2048, self.effort.matrix_size))
+        """The answer to ``question`` while the device computes, at least ``seconds`` of work.
+
+        Of long products: a card takes only so many works ahead of what it does.
+        """
+        try:
+            work, each = self._product("fp32", self.effort.matrix_size)
+        except torch.OutOfMemoryError:
+            work, each = self._product("fp32", 256)
         assert work is not None, "every device has fp32"
         for _ in range(math.ceil(seconds / each)):
             self._do(_COMPUTE, work)

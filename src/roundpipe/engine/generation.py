@@ -2,10 +2,16 @@
 
 Arguments are those of the model's own ``generate``, which runs in the caller's thread, with his
 autocast and random state: a sample drawn from a seed is the one that the plain model would draw.
+
+[Note: threads that wait] On a CPU device a token of a small model is a thousand products of some
+microseconds, and threads that share one wait for each other; where the machine is busy with
+something else too they wait a scheduler's slice each time: 135 M weights took 78 s in place of 4.
+So a thread is to have half a gigabyte of weights to read, or that much more to compute with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,19 +19,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from roundpipe.device.cpu import CpuDevice
 from roundpipe.device.emulated import EmulatedDevice
 from roundpipe.engine.residence import Residence, run_on
 from roundpipe.errors import ConfigError, DeviceError, ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from roundpipe.device.api import Device
     from roundpipe.engine.engine import Engine
     from roundpipe.models.spec import ModelSpec
 
 HOST = torch.device("cpu")
 _SLACK = 1.25  # of what generation is reckoned to take beside weights
 _CACHES = ("cache", "past_key_values", "cache_params")  # as transformers calls them, new and old
+_BYTES_PER_THREAD, _TOKENS_AT_ONCE = 1 << 29, 16  # see [Note: threads that wait]
 _TOKENS = 20  # that transformers makes where nobody says how many
 
 
@@ -37,12 +46,14 @@ def generate(
     device_bytes: int | None,
     newest: bool,
     output_device: torch.device,
+    use_adapter: bool = True,
 ) -> Any:
     """Run the model's ``generate(*args, **kwargs)`` on the first device; nothing is under way.
 
     ``device_bytes``: what the device may hold, None without limit. ``newest``: with what masters
     say, where that is not published yet. Blocks until all is done; results are on
-    ``output_device``, those of a cache that was given too. Raises ModelError for a model that does
+    ``output_device``, those of a cache that was given too. ``use_adapter``: False has the base
+    model answer, without the adapters of ``peft`` that it has. Raises ModelError for a model that does
     not generate text, DeviceError where there is no room or nothing really computes.
     """
     model, spec = engine.models[0], engine.spec
@@ -54,6 +65,8 @@ def generate(
         )
     with torch.inference_mode(False):
         tree = tree_of(spec, device.torch_device)
+        if not use_adapter:
+            _disable_adapters(tree.module)
     work = work_bytes(tree.module, args, kwargs)
     room = None if device_bytes is None else device_bytes - work - device.allocated_bytes
     if room is not None and room < sum(layer.slot_layout.num_bytes for layer in engine.layers):
@@ -71,7 +84,8 @@ def generate(
         if residence.streamed and device.torch_device.type != "cpu":
             there[1].setdefault("disable_compile", True)  # a graph would keep what is in a slot
         try:
-            return moved(tree.module.generate(*there[0], **there[1]), HOST)
+            with _threads_of(tree.module, device):
+                return moved(tree.module.generate(*there[0], **there[1]), HOST)
         finally:
             moved(given, HOST, caches_alone=True)
 
@@ -111,6 +125,46 @@ def tree_of(spec: Any, device: torch.device) -> Any:
     from roundpipe.models.generating import GeneratingTree  # noqa: PLC0415 (imports late)
 
     return GeneratingTree(spec, device)
+
+
+@contextlib.contextmanager
+def _threads_of(module: Any, device: Device) -> Iterator[None]:
+    """Have a CPU device take as many threads for each pass as help it; see the note."""
+    most = torch.get_num_threads()
+    if most == 1 or not isinstance(device, CpuDevice):
+        yield
+        return
+    inner = getattr(module, "get_base_model", lambda: module)()
+    num_bytes = sum(parameter.nbytes for parameter in inner.parameters())
+
+    def choose(_: Any, args: Any, kwargs: Any) -> None:
+        given = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
+        tokens = 1 if given is None else given.shape[:2].numel()
+        threads = threads_for(num_bytes, tokens, most=most)
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+
+    handle = inner.register_forward_pre_hook(choose, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        torch.set_num_threads(most)
+
+
+def threads_for(num_bytes: int, tokens: int, *, most: int) -> int:
+    """Threads for a pass of ``tokens`` through so many bytes of weights on a CPU device."""
+    work = num_bytes * max(1, tokens // _TOKENS_AT_ONCE)
+    return max(1, min(most, work // _BYTES_PER_THREAD))
+
+
+def _disable_adapters(module: Any) -> None:
+    """Have a tree that is used once run without its adapters."""
+    if not hasattr(module, "disable_adapter"):
+        raise ConfigError(
+            f"{type(module).__name__} has no adapter to leave out\nhint: leave out use_adapter"
+        )
+    module.base_model.disable_adapter_layers()
 
 
 def moved(tree: Any, device: torch.device, *, caches_alone: bool = False) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.engine.generation import tree_of, work_for
+from roundpipe.engine.generation import threads_for, tree_of, work_for
 from roundpipe.engine.residence import most_kept
 from roundpipe.engine.uploads import Upload
 from roundpipe.plan.amounts import write_bytes, write_rate
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # Of Python, for a block of a transformer that makes one token (60 operations, 6 us each). A card
 # computes meanwhile; a CPU device waits for it.
 _ISSUE_SECONDS = 0.36e-3
+_LOOP_SECONDS = 1e-3  # of Python, for each token: masks, the choice of a token, an end
 _KEYS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _EXPERTS_USED = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "num_selects")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -64,6 +65,7 @@ class Outlook:
     card: Card | None = None
     link: Link | None = None
     flops: float = 0.0
+    threads: int = 1  # that a CPU device takes
 
     @property
     def is_resident(self) -> bool:
@@ -81,14 +83,14 @@ class Outlook:
         card, link = self.card, self.link
         if card is None or link is None:
             return None
-        staying = sum(self._computing(part, card) for part in (self.outside, *self.kept))
-        staying += self.cache_bytes / card.bandwidth
-        issue = _ISSUE_SECONDS * (len(self.kept) + len(self.streamed))
+        staying = sum(self._computing(part) for part in (self.outside, *self.kept))
+        staying += self.cache_bytes / self.bandwidth
+        issue = _ISSUE_SECONDS * (len(self.kept) + len(self.streamed)) + _LOOP_SECONDS
         if card.in_host:
-            staying += _ISSUE_SECONDS * len(self.kept)
+            staying += _ISSUE_SECONDS * len(self.kept) + _LOOP_SECONDS
         if not self.streamed:
             return staying if card.in_host else max(staying, issue)
-        computing = [self._computing(part, card) for part in self.streamed]
+        computing = [self._computing(part) for part in self.streamed]
         if card.in_host:
             computing = [each + _ISSUE_SECONDS for each in computing]
         coming = [part.num_bytes / link.up for part in self.streamed]
@@ -106,7 +108,7 @@ class Outlook:
         """``resident on cuda:0: …`` or ``streamed: 9 of 32 blocks stay, …``, without a rate."""
         if self.is_resident:
             reads = self.outside.read + sum(part.read for part in self.kept)
-            at = "" if self.card is None else f" at {write_rate(self.card.bandwidth)}"
+            at = "" if self.card is None else f" at {write_rate(self.bandwidth)}"
             return f"resident on {self.device}: {write_bytes(reads)} read per token{at}"
         num_blocks = len(self.kept) + len(self.streamed)
         over = "" if self.link is None else f" over a link of {write_rate(self.link.up)}"
@@ -115,8 +117,16 @@ class Outlook:
             f"{write_bytes(self.bytes_per_token)} per token{over}"
         )
 
-    def _computing(self, part: Part, card: Card) -> float:
-        return max(part.read / card.bandwidth, part.flops / self.flops if self.flops else 0.0)
+    @property
+    def bandwidth(self) -> float:
+        """At which the device reads its weights; of a CPU device, those threads that it takes."""
+        assert self.card is not None
+        if not self.card.in_host or self.link is None:
+            return self.card.bandwidth
+        return min(self.card.bandwidth, self.threads * self.link.up)
+
+    def _computing(self, part: Part) -> float:
+        return max(part.read / self.bandwidth, part.flops / self.flops if self.flops else 0.0)
 
 
 def outlook(
@@ -158,6 +168,11 @@ def outlook(
         card=card,
         link=None if machine is None else machine.links[0],
         flops=0.0 if card is None else card.flops.get(_KEYS.get(module.dtype, ""), 0.0),
+        threads=threads_for(
+            outside.num_bytes + sum(each.num_bytes for each in uploads.values()),
+            rows,
+            most=torch.get_num_threads(),
+        ),
     )
 
 

@@ -57,6 +57,14 @@ def with_link(machine: Machine, factor: float) -> Machine:
     return replace(machine, links=links)
 
 
+def test_the_largest_job_that_memory_holds_is_named(loaded: list[str]) -> None:
+    asked = reference(parse_machine("1x4090,512GB"), loaded)
+    assert asked.largest(parse_machine("1x4090,130GB")) == "meta-llama/Llama-3.1-8B, full"
+    assert asked.largest(parse_machine("1x4090,64GB")) == "meta-llama/Llama-3.1-8B, lora"
+    assert asked.largest(parse_machine("1x4090,1GB")) == "none of them"
+    assert len(loaded) == 4  # each once
+
+
 def test_nothing_is_loaded_before_a_price_is_asked(loaded: list[str]) -> None:
     machine = parse_machine("1x4090,256GB")
     speed = reference(machine, loaded)

@@ -109,7 +109,6 @@ def test_a_key_that_is_missing_is_an_error(config_of: Any, copied: Path) -> None
     [
         ({"peft_type": "IA3"}, "not a LoRA adapter: .*: IA3"),
         ({"megatron_config": {"a": 1}, "megatron_core": "os"}, "names code of its own.*megatron"),
-        ({"auto_mapping": {"base_model_class": "os"}}, "names code of its own.*auto_mapping"),
         ({"r": "many"}, "adapter_name_or_path"),
     ],
 )

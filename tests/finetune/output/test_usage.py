@@ -92,7 +92,7 @@ def test_every_tool_has_lines_for_a_whole_model() -> None:
     assert not any(block.reasons for block in made.values())
     assert made["roundpipe"].lines == ('roundpipe chat "my run"',)
     assert made["vllm"].lines == ('vllm serve "my run" --served-model-name my-run',)
-    assert made["ollama"].lines[0] == 'echo FROM ./model.gguf > "my run/Modelfile"'
+    assert made["ollama"].lines[1] == 'echo FROM ./model.gguf > "my run/Modelfile"'
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,13 @@ def test_moments_are_kept_as_asked_and_bf16_weights_are_their_own_masters_then(
     optim_dtype: torch.dtype | None,
 ) -> None:
     made: list[Any] = []
-    make = training._make_optimizer
+    make = training.make_optimizer
 
     def watched(config: Any, trainer: RoundPipe) -> Any:
         made.append(make(config, trainer))
         return made[-1]
 
-    monkeypatch.setattr(training, "_make_optimizer", watched)
+    monkeypatch.setattr(training, "make_optimizer", watched)
     config = config_of(
         finetuning_type="full",
         dtype=dtype,

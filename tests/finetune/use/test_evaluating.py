@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.finetune.tiny_model import tiny_model, tiny_tokenizer
+from tests.finetune.tiny_model import tiny_model, tiny_tokenizer, write_tiny_folder
 from transformers import AutoModelForCausalLM
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.data.collate import collate
+from roundpipe.finetune.model.from_transformers import quiet_transformers
 from roundpipe.finetune.output.sample import Answerer
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.run.loop import train
@@ -79,11 +80,16 @@ def last_evaluation(config: TrainConfig) -> float:
         {},
         {"devices": "cpu*3", "micro_batch_size": 1, "dtype": "bf16"},
         {"finetuning_type": "full", "packing": True, "max_length": 200},
+        {"finetuning_type": "qlora"},
     ],
 )
 def test_a_result_scores_what_the_run_itself_has_last_evaluated(
-    config_of: Any, changes: dict[str, Any]
+    config_of: Any, changes: dict[str, Any], tmp_path: Path
 ) -> None:
+    if changes.get("finetuning_type") == "qlora":  # smaller matrices are not packed
+        with quiet_transformers():
+            base = write_tiny_folder(tmp_path / "base", hidden_size=64, intermediate_size=128)
+        changes = {**changes, "model_name_or_path": str(base)}
     config = config_of(val_size=5, eval_steps=3, batch_size=4, **changes)
     train(config, terminal=Terminal(io.StringIO()))
     found, _ = score(config.output_dir, config)
@@ -128,7 +134,8 @@ def test_another_family_with_its_table_of_positions(tmp_path: Path, tiny_data: P
     torch.manual_seed(0)
     sizes = {"vocab_size": 260, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=257, eos_token_id=257)).eval()
-    model.save_pretrained(tmp_path / "gpt2")
+    with quiet_transformers():
+        model.save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
     given = {"model": str(tmp_path / "gpt2"), "dataset": str(tiny_data), "devices": "cpu"}
     settings = make_config({**given, "max_length": 48})[0]
@@ -299,7 +306,8 @@ def test_tokens_that_the_model_has_no_row_for_are_named(tmp_path: Path) -> None:
     model.config.pad_token_id = model.config.eos_token_id = None
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = None
     model.resize_token_embeddings(200)
-    model.save_pretrained(tmp_path / "small")
+    with quiet_transformers():
+        model.save_pretrained(tmp_path / "small")
     tiny_tokenizer().save_pretrained(tmp_path / "small")
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")

@@ -61,7 +61,7 @@ def _no_bars() -> Iterator[None]:
 
 
 def _llama(**more: Any) -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, **more))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **HEADS, **more}))
 
 
 def _qwen2(**more: Any) -> Any:
@@ -131,7 +131,11 @@ def _logits(model: Any) -> Tensor:
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "lora": (_llama, {}, {}),
     "dora": (_llama, {}, {"use_dora": True}),
-    "rslora on a model with biases": (_qwen2, {}, {"use_rslora": True, "bias": "all"}),
+    "rslora on a model with biases": (
+        _qwen2,
+        {},
+        {"use_rslora": True, "bias": "all", "task_type": None},
+    ),
     "matrices the other way round": (_gpt2, {}, {"target_modules": ["c_attn", "c_fc"]}),
     "a tied head trained whole": (_llama, TIED, {"modules_to_save": ["lm_head", "norm"]}),
     "an adapter on a tied embedding": (_qwen2, TIED, {"target_modules": ["embed_tokens"]}),
@@ -162,7 +166,11 @@ SLOWER: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "the router": (_moe, {}, {"target_parameters": ["mlp.gate.weight"], "target_modules": []}),
     "a start from the weights themselves": (_llama, {}, {"init_lora_weights": "pissa"}),
-    "ranks of their own": (_llama, {}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_": 3}}),
+    "ranks of their own": (
+        _llama,
+        {},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    ),
     "dora on an embedding": (
         _llama,
         {},
@@ -227,42 +235,67 @@ def test_sums_in_fp32_are_rounded_once(tmp_path: Path) -> None:
 
 
 def test_what_was_trained_over_4_bits_is_merged_into_them_or_into_those_of_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    torch.manual_seed(1)
+    adapter = _adapter(tmp_path, _llama(**sizes))
+    shown = io.StringIO()
+    made = _merge(adapter, "finetuning_type=qlora", shown=shown)
+    assert "unpacked as it was trained (base=original: those of before)" in shown.getvalue()
+    first, _ = _reloaded(made.folder, transformers.LlamaForCausalLM)
+    with _opened(adapter, "finetuning_type=qlora") as live:
+        assert live.is_packed
+        torch.testing.assert_close(first[0], logits_of(live.model, IDS), rtol=0, atol=1e-4)
+    assert made.difference is not None
+    assert made.difference.share < 1e-5
+    place = tmp_path / "original"
+    made = _merge(adapter, "finetuning_type=qlora", f"output_dir={place}", "base=original")
+    assert made.difference is not None
+    assert made.difference.share > 1e-3  # what packing had cost
+    logits, _ = _reloaded(place, transformers.LlamaForCausalLM)
+    torch.testing.assert_close(logits, _live(tmp_path, transformers.LlamaForCausalLM))
+    assert (logits - first).abs().max() > 1e-3
+
+
+@contextlib.contextmanager
+def _opened(run: Path, *words: str) -> Iterator[Opened]:
+    terminal = Terminal(io.StringIO())
+    request = read_request([str(run), "devices=cpu", *words], environment={})
+    subject = find_subject(str(run), terminal, environment={})
+    tokenizer: Any = tiny_tokenizer()
+    with open_subject(
+        subject, request.settings, terminal, environment={}, tokenizer=tokenizer
+    ) as opened:
+        yield opened
+
+
+@pytest.mark.accept
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_run_is_merged_by_one_command(
+    method: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_tiny_folder(tmp_path / "tiny", hidden_size=64, intermediate_size=128)
     write_tiny_data(tmp_path / "data.jsonl")
-    how = ["finetuning_type=qlora", "devices=cpu", "max_steps=2", "learning_rate=1e-2"]
+    how = [f"finetuning_type={method}", "devices=cpu", "max_steps=2", "learning_rate=1e-2"]
     assert main(["train", "model=tiny", "dataset=data.jsonl", *how]) == 0
     capsys.readouterr()
     assert main(["merge", "out"]) == 0
     said = capsys.readouterr().out
-    assert "its 4 bits unpacked as it was trained (base=original: those of before)" in said
+    assert ("its 4 bits unpacked" in said) == (method == "qlora")
     assert "roundpipe chat out/merged" in said
-    first, _ = _reloaded(tmp_path / "out" / "merged", transformers.LlamaForCausalLM)
-    config = json.loads((tmp_path / "out/merged/config.json").read_text())
-    assert "quantization_config" not in config
-    with open_out("out") as live:
-        torch.testing.assert_close(first[0], logits_of(live.model, IDS), rtol=0, atol=1e-5)
-        assert live.is_packed
-    made = _merge("out", "output_dir=original", "base=original")
-    assert made.difference is not None
-    assert made.difference.share > 1e-3
-    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    base = load_file(tmp_path / "tiny" / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj"
-    a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-    merged = load_file(tmp_path / "original" / "model.safetensors")[f"{name}.weight"]
-    torch.testing.assert_close(merged, base[f"{name}.weight"] + 2 * b @ a, rtol=0, atol=1e-7)
-
-
-@contextlib.contextmanager
-def open_out(run: str) -> Iterator[Opened]:
-    terminal = Terminal(io.StringIO())
-    request = read_request([run, "devices=cpu"], environment={})
-    subject = find_subject(run, terminal, environment={})
-    with open_subject(subject, request.settings, terminal, environment={}) as opened:
-        yield opened
+    logits, _ = _reloaded(tmp_path / "out" / "merged", transformers.LlamaForCausalLM)
+    with _opened(tmp_path / "out") as live:
+        torch.testing.assert_close(logits[0], logits_of(live.model, IDS), rtol=0, atol=1e-4)
+    assert main(["merge", "out"]) == 0  # in place of the first
+    assert main(["merge", "out", "output_dir=out"]) == 2
+    assert main(["export", "out", "base=original", "export_dir=b"]) == (
+        0 if method == "qlora" else 2
+    )
 
 
 def test_a_whole_model_is_left_alone_or_written_in_another_dtype(tmp_path: Path) -> None:
@@ -339,7 +372,9 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
 
 def test_replicated_layers_are_refused_with_what_can_be_done(tmp_path: Path) -> None:
     adapter = _adapter(tmp_path, _llama(), layer_replication=[(0, 2), (1, 2)])
-    with pytest.raises(ConfigError, match=r"cannot be merged: .*replicated.*\nhint: use it with"):
+    with pytest.raises(
+        ConfigError, match=r"layer_replication.* cannot be merged.*\nhint: use it with"
+    ):
         _merge(adapter)
 
 

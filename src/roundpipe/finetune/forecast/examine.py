@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from roundpipe.device.nvidia_smi import (
     CardState,
     Process,
@@ -92,7 +94,7 @@ class Examination:
         devices = each_card_once(devices)
         surveyed = survey_devices(devices, place=self.place)
         unknown: list[str] = []
-        cards = _Cards(self.place, told, unknown)
+        cards = _Cards(self.place, told, unknown, is_amd=torch.version.hip is not None)
         if any(is_card(device) for device in devices):
             cards.say_what_is_not_told()
         room = min(surveyed.host.memory_bytes, *(card.memory_bytes for card in surveyed.cards))
@@ -178,12 +180,14 @@ class _Cards:
     place: Place
     told: Told
     unknown: list[str]
+    is_amd: bool = False
 
     def say_what_is_not_told(self) -> None:
         """Name what the tool would have told of every card."""
         if self.told.states is None or self.told.processes is None:
+            tool = "AMD's tool is not asked" if self.is_amd else "nvidia-smi does not answer"
             self.unknown.append(
-                "nvidia-smi does not answer: power limits and other processes are not known"
+                f"{tool}: power limits, heat, errors of memory and other processes are not known"
             )
 
     def about(self, device: Device) -> _About:

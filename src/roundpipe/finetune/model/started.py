@@ -32,7 +32,7 @@ _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 _LARGEST_CONFIG = 16 << 20  # bytes
 _ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[^@\s]+))?")
-_ELSEWHERE = ("megatron_config", "auto_mapping")  # what peft imports of these comes from the file
+_ELSEWHERE = ("megatron_config",)  # what peft imports of this comes from the file
 _READS_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga")
 
 
@@ -145,6 +145,9 @@ def _settings(folder: Path, given: str, *, is_packed: bool) -> LoraConfig:
             "hint: pip install -U peft"
         ) from error
     lora.inference_mode = False
+    # Where no task was said peft writes a module and a class to import in its place; here none is.
+    lora.auto_mapping = None
+    lora.task_type = lora.task_type or "CAUSAL_LM"
     return lora  # type: ignore[no-any-return, unused-ignore]
 
 

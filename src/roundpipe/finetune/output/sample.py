@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
-_BYTES_PER_THREAD = 1 << 29
-_ROWS_PER_THREAD = 8
 _ALIKE = 1e-2  # of the largest logit: what padding may change by rounding
 
 
@@ -61,7 +59,8 @@ def answer(  # noqa: PLR0913 - what one may want to say about an answer
 
 
 class Answerer:
-    """A model and how it answers. ``num_tokens`` and ``seconds``: of what it has made so far.
+    """A model and how it answers. ``num_tokens`` and ``seconds``: of what it has made so far;
+    ``use_adapter``: set to False, the base answers without its adapter.
 
     Greedy unless ``sampling`` says otherwise: ``do_sample``, ``temperature`` and whatever else a
     ``GenerationConfig`` knows; what is not said is as the model's own says. ``seed``: of draws,
@@ -83,6 +82,7 @@ class Answerer:
         self.trainer, self.tokenizer = trainer, tokenizer
         self.max_new_tokens, self.batch_size, self.seed = max_new_tokens, batch_size, seed
         self.num_tokens, self.seconds = 0, 0.0
+        self.use_adapter = True
         self._machine = machine
         self._sampling = {"do_sample": False, **sampling}
         self._ends = end_tokens(trainer.model, tokenizer)
@@ -191,6 +191,8 @@ class Answerer:
             self._require_room(width)
             max_new_tokens = min(max_new_tokens, self._most - width)
         more: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+        if not self.use_adapter:
+            more["use_adapter"] = False
         if should_stop is not None:
             more["stopping_criteria"] = [_stops_when(should_stop)]
         started = time.perf_counter()
@@ -263,16 +265,11 @@ class Answerer:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Put the random state back, and take no more threads than help."""
+        """Put the random state back, that of the device too."""
         place = self.trainer.generation_outlook(1, 1, 1).place
         cards = [] if place.type == "cpu" else [place]
         kind = "cuda" if not cards else place.type
-        with (
-            torch.random.fork_rng(devices=cards, device_type=kind),
-            _fewer_threads(self.trainer.model, self.batch_size)
-            if place.type == "cpu"
-            else contextlib.nullcontext(),
-        ):
+        with torch.random.fork_rng(devices=cards, device_type=kind):
             if self.seed is not None:
                 torch.manual_seed(self.seed)
             yield
@@ -304,21 +301,3 @@ def _is_stateful(model: Any) -> bool:
     """Whether transformers says that a model carries a state from token to token."""
     base = getattr(model, "get_base_model", lambda: model)()
     return bool(getattr(base, "_is_stateful", False))
-
-
-@contextlib.contextmanager
-def _fewer_threads(model: Any, rows: int) -> Iterator[None]:
-    """Give a thread of a CPU at least half a gigabyte of weights to read for each token.
-
-    With less its threads mostly wait for each other, and where the machine is busy with something
-    else as well they wait a scheduler's slice each time: 135 M weights took 78 s in place of 4.
-    Several rows at a time are more work for the same bytes.
-    """
-    threads = torch.get_num_threads()
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    size *= max(1, rows // _ROWS_PER_THREAD)
-    torch.set_num_threads(max(1, min(threads, size // _BYTES_PER_THREAD)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -211,11 +211,7 @@ def _llama_cpp_lines(result: Result) -> list[str]:
     """Two conversions and a start; the scripts lie in llama.cpp's own folder."""
     folder = result.folder
     if result.peft is None:
-        file = quoted(str(Path(folder, "model.gguf")))
-        return [
-            f"python convert_hf_to_gguf.py {quoted(folder)} --outfile {file}",
-            f"llama-cli -m {file}",
-        ]
+        return [_conversion(result), f"llama-cli -m {quoted(str(Path(folder, 'model.gguf')))}"]
     source, adapter = result.source, quoted(str(Path(folder, "adapter.gguf")))
     base, lines = quoted(source.location), []
     if source.hub_id is not None:
@@ -231,11 +227,16 @@ def _llama_cpp_lines(result: Result) -> list[str]:
 
 
 def _ollama_lines(result: Result) -> list[str]:
-    """What follows llama.cpp's conversion: ollama's own knows few architectures."""
-    folder, name = result.folder, result.name
-    modelfile = quoted(str(Path(folder, "Modelfile")))
+    """By llama.cpp's conversion: ollama's own knows few architectures."""
+    modelfile = quoted(str(Path(result.folder, "Modelfile")))
     return [
+        _conversion(result),
         f"echo FROM ./model.gguf > {modelfile}",
-        f"ollama create {name} -f {modelfile}",
-        f"ollama run {name}",
+        f"ollama create {result.name} -f {modelfile}",
+        f"ollama run {result.name}",
     ]
+
+
+def _conversion(result: Result) -> str:
+    file = quoted(str(Path(result.folder, "model.gguf")))
+    return f"python convert_hf_to_gguf.py {quoted(result.folder)} --outfile {file}"

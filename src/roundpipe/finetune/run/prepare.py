@@ -188,40 +188,40 @@ def prepare(
         tokenizer = given.tokenizer or _tokenizer(source, terminal)
         folder = Path(config.output_dir).expanduser()
         read = (given.data or _reader(environment, folder))(config, tokenizer, terminal.counting)
-        config, dataset, order = read.config, read.dataset, read.order
-        content.note("data", data_digest(dataset))
+        config = read.config
+        content.note("data", data_digest(read.dataset))
         machine = survey_devices(devices, place=Place(folder=folder))
         if loaded is None:
-            base = _base(config, order, source, machine, terminal, environment)
-            content.note("base", fingerprint(source))
-        else:
-            base = loaded.base
-            content.note("base", loaded.digest)
-        dtype = next(p.dtype for p in base.model.parameters() if p.is_floating_point())
+            base = _base(config, read.order, source, machine, terminal, environment)
+            loaded = Loaded(base, source, fingerprint(source))
+        base = loaded.base
+        content.note("base", loaded.digest)
         if config.fp16_accumulation:
-            parts.enter_context(fp16_accumulation(devices, dtype))
-        model = base.model
-        _check_data(base, source, tokenizer, dataset, terminal)
-        if loaded is None or not loaded.is_ready:
-            model = _ready(base, config, source, tokenizer, terminal, lora=given.lora)
+            parts.enter_context(fp16_accumulation(devices, _dtype(base.model)))
+        _check_data(base, source, tokenizer, read.dataset, terminal)
+        model = _ready(loaded, config, tokenizer, terminal, lora=given.lora)
         require_room(Room.of(model, config, beside=tokenizer_bytes(tokenizer)), config, folder)
         job = Job(
-            config=config,
-            source=source,
-            devices=devices,
-            tokenizer=tokenizer,
-            dataset=dataset,
-            order=order,
-            model=model,
-            base=base,
-            content={**content.found, "commit": source.commit},
-            environment=environment,
-            batches=read.batches or Rows(pad_token_of(tokenizer, model), config.packing),
+            config,
+            source,
+            devices,
+            tokenizer,
+            read.dataset,
+            read.order,
+            model,
+            base,
+            {**content.found, "commit": source.commit},
+            environment,
+            read.batches or Rows(pad_token_of(tokenizer, model), config.packing),
             pinned_memory_limit=_bytes_of(config.pinned_memory_limit, machine),
             loss=given.loss,
         )
         _show(job, terminal)
         yield job
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def _devices(
@@ -357,16 +357,18 @@ def _check_data(
 
 
 def _ready(
-    base: BaseModel,
+    loaded: Loaded,
     config: TrainConfig,
-    source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
     terminal: Terminal,
     *,
     lora: LoraConfig | None,
 ) -> nn.Module:
     """What is trained of a model. Raises ConfigError where nothing can be."""
-    model = prepare_method(base, config, source, say=terminal.line, lora=lora)
+    base = loaded.base
+    if loaded.is_ready:
+        return base.model  # type: ignore[no-any-return]
+    model = prepare_method(base, config, loaded.source, say=terminal.line, lora=lora)
     if (config.special_tokens or {}).get("eos_token"):
         _end_at(base.model, tokenizer.eos_token_id)
     return model

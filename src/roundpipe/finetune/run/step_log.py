@@ -229,15 +229,17 @@ class StepLog:
         steps, self._unlogged = self._unlogged, []
         if not steps:
             return None
-        mean = replace(
+        return replace(
             steps[-1],
             loss=sum(s.loss for s in steps) / len(steps),
             tokens=sum(s.tokens for s in steps),
             seconds=sum(s.seconds for s in steps),
         )
+
+    def show(self, record: StepRecord) -> None:
+        """Show what `take` gave where progress is shown, and in ``run.log``."""
         if self._progress is not None:
-            self._progress.record(self._figures(mean, self._last_norm))
-        return mean
+            self._progress.record(self._figures(record, self._last_norm))
 
     def _write(self) -> None:
         mean = self.take()
@@ -260,6 +262,7 @@ class StepLog:
             | ({"skipped": True} if self._totals.skipped_in_a_row else {})
             | ({"num_skipped": self.num_skipped} if self.num_skipped else {})
         )
+        self.show(mean)
 
     def _machine(self, figures: StepFigures) -> dict[str, Any]:
         """What the run takes of the machine; bytes."""

@@ -76,7 +76,7 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal, stop: Stop) -> li
     Raises `Stopped` when a signal came, after a checkpoint was saved, and what made a step fail.
     """
     with wrapped_for_run(job) as trainer, contextlib.ExitStack() as parts:
-        before = _answers(job, trainer, terminal)
+        before = sample_answers(job, trainer, terminal)
         torch.manual_seed(job.config.seed)
         run = started(job, trainer, Around(folder, terminal, stop), parts)
         with kept_when_ended_early(run):
@@ -240,7 +240,7 @@ def _finish(run: Run, before: list[str]) -> None:
     take_best(run)
     weights = training.weights()
     if not run.stop.is_asked:
-        after = _answers(job, training.trainer, terminal)
+        after = sample_answers(job, training.trainer, terminal)
         terminal.answers(job.config.sample_prompts, before, after)
         training.log.text("answers", answers_text(job.config.sample_prompts, before, after))
     with terminal.waiting("saving"):
@@ -269,7 +269,7 @@ def take_best(run: Run) -> None:
     run.terminal.line(f"the result is the best: step {best.step}, evaluation loss {best.loss:.4g}")
 
 
-def _answers(job: Job, trainer: RoundPipe, terminal: Terminal) -> list[str]:
+def sample_answers(job: Job, trainer: RoundPipe, terminal: Terminal) -> list[str]:
     """Answers with the newest weights; what will take its time is said before."""
     prompts = job.config.sample_prompts
     if not prompts:

@@ -78,10 +78,7 @@ class Training:
         config = job.config
         self.order = job.order
         self.optimizing = optimizing or Optimizing(make_optimizer(config, trainer))
-        self._options = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self.optimizer.param_groups
-        ]
+        self._options = [_options_of(group) for group in self.optimizer.param_groups]
         self._is_own_rate = self.optimizing.scheduler is None
         self.scheduler = self.optimizing.scheduler or make_scheduler(
             self.optimizer, config, self.order.total_steps
@@ -288,6 +285,12 @@ class Training:
 
     def _run_config(self, num_rows: int) -> RoundPipeRunConfig:
         return cut_of(self.job, self.splitting, num_rows)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group was made with: an earlier run's scheduler may have moved its rate."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    return {**options, "lr": group.get("initial_lr", group["lr"])}
 
 
 def cut_of(job: Job, splitting: Splitting, num_rows: int) -> RoundPipeRunConfig:

@@ -84,7 +84,8 @@ class CallbackEvents:
         self._started = time.time()
         handler = trainer.callback_handler
         handler.model, handler.optimizer = trainer.model, training.optimizer
-        handler.lr_scheduler = training.scheduler
+        handler.lr_scheduler = trainer.lr_scheduler = training.scheduler
+        handler.train_dataloader = trainer.train_batches
         self._tell("on_train_begin")
         if trainer.args.eval_on_start:
             trainer.evaluate_now()
@@ -198,7 +199,6 @@ class CallbackEvents:
             state: Any = TrainerState(stateful_callbacks=exported)  # type: ignore[arg-type, unused-ignore]
         else:
             state = _state_of(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
-            self._restore_callbacks(state)
         trainer.state = state
         state.train_batch_size = trainer.train_batch_size
         state.compute_steps(trainer.args, order.total_steps)
@@ -208,19 +208,6 @@ class CallbackEvents:
             epochs = order.total_steps / order.steps_per_epoch
         state.num_train_epochs = math.ceil(epochs)
 
-    def _restore_callbacks(self, state: Any) -> None:
-        """Callbacks that keep a state go on with that of the checkpoint, where args say so."""
-        trainer = self._trainer
-        if not trainer.args.restore_callback_states_from_checkpoint:
-            return
-        callbacks = trainer.callback_handler.callbacks
-        for name, told in state.stateful_callbacks.items():
-            if name == TrainerControl.__name__:
-                trainer.control = TrainerControl(**told["args"])
-            for at, callback in enumerate(callbacks):
-                if type(callback).__name__ == name:
-                    callbacks[at] = type(callback).from_state(told)
-
     def _microbatches_of(self, step: int) -> int:
         """Microbatches of a step, as accumulation counts them; of an epoch's last one the rest."""
         number = (step + self._training.passed_over - 1) % self._steps_per_epoch
@@ -229,7 +216,7 @@ class CallbackEvents:
     @property
     def _in_epoch(self) -> int:
         """Microbatches of an epoch, as accumulation counts them."""
-        size = self._trainer.train_batch_size
+        size: int = self._trainer.train_batch_size
         return max(1, -(-self._training.order.num_rows // size))
 
     def _epoch_after(self, step: int) -> float:
@@ -295,6 +282,8 @@ class CallbackEvents:
             is_new_best = self._take_metrics(metrics)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_new_best
+            elif is_new_best and trainer.keeps_best:
+                trainer.control.should_save = True
         if trainer.control.should_save:
             self._save()
 
@@ -309,8 +298,10 @@ class CallbackEvents:
         if training.last is not None:
             logs["learning_rate"] = training.last.learning_rate
         logs["num_tokens"] = training.log.num_tokens
-        if record is not None and record.seconds > 0:
-            logs["tokens_per_second"] = round(record.tokens / record.seconds, 1)
+        if record is not None:
+            training.log.show(record)
+            if record.seconds > 0:
+                logs["tokens_per_second"] = round(record.tokens / record.seconds, 1)
         self._whole_loss += self._loss
         self._loss, self._last_logged = 0.0, step
         trainer.log(logs, start_time=self._started)
@@ -328,7 +319,7 @@ class CallbackEvents:
         is_better = best is None or (value > best if args.greater_is_better else value < best)
         if is_better and math.isfinite(value):
             state.best_metric = value
-            if args.save_strategy != SaveStrategy.NO:
+            if args.save_strategy != SaveStrategy.NO or self._trainer.keeps_best:
                 state.best_global_step = state.global_step
             return True
         return False

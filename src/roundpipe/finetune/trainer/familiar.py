@@ -21,6 +21,7 @@ class Familiar:
     model: RoundPipe
     processing_class: Any
     callback_handler: Any
+    lr_scheduler: Any = None
     _run: Run | None
     _optimizing: Optimizing | None
 
@@ -38,13 +39,6 @@ class Familiar:
     def optimizer(self) -> Any:
         """What updates the masters; None before the first `train`, unless it was given."""
         return None if self._optimizing is None else self._optimizing.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """What moves the learning rate; of a run, unless it was given."""
-        if self._run is not None:
-            return self._run.training.scheduler
-        return None if self._optimizing is None else self._optimizing.scheduler
 
     @property
     def plan(self) -> Plan | None:

@@ -89,6 +89,12 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def num_matrix_weights(model: Any) -> int:
+    """Weights that each token is multiplied with: all but the table of embeddings."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return int(total - model.get_input_embeddings().weight.numel())
+
+
 def _refuse(model: Any) -> None:
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
         raise ConfigError(

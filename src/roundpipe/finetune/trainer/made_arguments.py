@@ -63,7 +63,8 @@ def arguments_for(config: TrainConfig) -> TrainingArguments:
     )
     # Checks of theirs tie evaluations to checkpoints, which ours need not be.
     arguments.load_best_model_at_end = config.load_best_model_at_end
-    if config.load_best_model_at_end or config.early_stopping_patience is not None:
+    needs_best = config.load_best_model_at_end or saves == "best"
+    if needs_best or config.early_stopping_patience is not None:
         arguments.metric_for_best_model = config.metric_for_best_model
         arguments.greater_is_better = False
     return arguments

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.run.training import Optimizing
 
@@ -46,7 +48,7 @@ def over_masters(optimizers: Any, pipe: RoundPipe, names: dict[int, str]) -> Opt
         )
     made = _rebuilt(optimizer, masters, names)
     if scheduler is not None:
-        scheduler.optimizer = made
+        _move(scheduler, made)
     return Optimizing(made, scheduler)
 
 
@@ -61,6 +63,19 @@ def _pair(optimizers: Any) -> tuple[Optimizer | None, Any]:
     raise ConfigError(
         "optimizers: not a pair\nhint: optimizers=(optimizer, scheduler), each may be None"
     )
+
+
+def _move(scheduler: Any, optimizer: Optimizer) -> None:
+    """Have a scheduler move the rate of another optimizer, with the same groups.
+
+    torch tells by a mark on its ``step`` whether a scheduler has seen an optimizer; making one
+    sets it.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    LambdaLR(optimizer, lambda _: 1.0)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler.optimizer = optimizer
 
 
 def _rebuilt(optimizer: Optimizer, masters: dict[str, Any], names: dict[int, str]) -> Optimizer:

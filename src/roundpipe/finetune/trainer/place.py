@@ -12,6 +12,7 @@ checkpoints of another one beside its own, from which it could go on by mistake.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundpipe.checkpoint.find import checkpoints_in
@@ -28,7 +29,6 @@ from roundpipe.finetune.settings.parse import RESOLVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from roundpipe.finetune.output.earlier import Counting
     from roundpipe.finetune.settings.config import TrainConfig
@@ -57,6 +57,20 @@ def judge_for(resume: str | None) -> Callable[[TrainConfig, Path, Counting], Ear
         return replace(found, is_other=True)
 
     return judge
+
+
+def place_to_resume(given: str | Path | bool | None, config: TrainConfig) -> str | None:
+    """What `judge_for` is to be told: what ``train`` was given, else what its args say.
+
+    A config's "auto" goes on where there is something to go on from, as the command does.
+    """
+    if given is None and config.resume_from_checkpoint != "none":
+        folder = Path(config.output_dir).expanduser()
+        is_auto = config.resume_from_checkpoint == "auto"
+        return None if is_auto and not checkpoints_in(folder) else config.resume_from_checkpoint
+    if given is None or given is False:
+        return None
+    return "auto" if given is True else str(given)
 
 
 def _anew(config: TrainConfig, path: Path) -> Earlier:

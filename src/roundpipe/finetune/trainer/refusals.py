@@ -85,3 +85,12 @@ def absent(name: str) -> AttributeError:
     if name in _ABSENT:
         return AbsentError(f"RoundPipeTrainer has no {name}\nhint: {_ABSENT[name]}")
     return AttributeError(f"'RoundPipeTrainer' object has no attribute {name!r}")
+
+
+def refuse_launcher(arguments: Any) -> None:
+    """Raise ConfigError where several processes were started to do what one does."""
+    if arguments.world_size > 1:
+        raise ConfigError(
+            f"{arguments.world_size} processes were started, and one drives all devices\n"
+            "hint: python SCRIPT in place of torchrun, accelerate launch or deepspeed"
+        )

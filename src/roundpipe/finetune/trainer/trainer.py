@@ -25,11 +25,13 @@ from roundpipe.finetune.output.earlier import LOG_FILE, STATE_FILE
 from roundpipe.finetune.output.run_folder import claim
 from roundpipe.finetune.output.sample import answer
 from roundpipe.finetune.run.content import Content
+from roundpipe.finetune.run.result import show_usage
 from roundpipe.finetune.run.signals import listening
 from roundpipe.finetune.run.steps import (
     Around,
     kept_when_ended_early,
     run_steps,
+    sample_answers,
     started,
     take_best,
 )
@@ -39,8 +41,15 @@ from roundpipe.finetune.trainer.arguments import read_arguments
 from roundpipe.finetune.trainer.callbacks import CallbackEvents, callbacks_for, speed
 from roundpipe.finetune.trainer.evaluating import Evaluating
 from roundpipe.finetune.trainer.familiar import Familiar
-from roundpipe.finetune.trainer.place import judge_for
-from roundpipe.finetune.trainer.refusals import absent, refuse_arguments, refuse_overridden
+from roundpipe.finetune.trainer.loaders import Batches
+from roundpipe.finetune.trainer.loading import num_matrix_weights
+from roundpipe.finetune.trainer.place import judge_for, place_to_resume
+from roundpipe.finetune.trainer.refusals import (
+    absent,
+    refuse_arguments,
+    refuse_launcher,
+    refuse_overridden,
+)
 from roundpipe.finetune.trainer.result import save_as_run, save_to
 from roundpipe.finetune.trainer.setting_up import Wishes, set_up
 from roundpipe.finetune.trainer.showing import LinesOnly
@@ -104,7 +113,9 @@ class RoundPipeTrainer(Familiar):
             environment=environment,
         )
         self.args: Any = told.arguments
-        _refuse_launcher(self.args)
+        # transformers' arguments tie evaluations to checkpoints, ours save the best by themselves.
+        self.keeps_best = told.config.load_best_model_at_end and not told.is_theirs
+        refuse_launcher(self.args)
         self._terminal = LinesOnly()
         for note in told.notes:
             self._terminal.line(note)
@@ -124,24 +135,31 @@ class RoundPipeTrainer(Familiar):
             kept = parts.pop_all()
         self._closer = weakref.finalize(self, kept.close)
         self._closer.atexit = False  # devices have ended by then
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
+        self._begin(list(callbacks or ()), processing_class)
+
+    def _begin(self, callbacks: list[Any], processing_class: Any) -> None:
+        """Be what scripts see of a trainer, and tell ``init_end``."""
         job, self.model = self._made.job, self._made.pipe
         self.config: TrainConfig = job.config
         self.processing_class = processing_class if processing_class is not None else job.tokenizer
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
         self.train_batch_size = max(
             1, job.config.batch_size // self.args.gradient_accumulation_steps
         )
-        self.num_matrix_weights = _matrix_weights(job.model)
+        self.num_matrix_weights = num_matrix_weights(job.model)
         device = job.devices[0].torch_device
         self.accelerator = OneProcess(device, write=self._terminal.line)
         self.hub_model_id: str | None = None
         self._optimizing = self._made.optimizing
+        self.lr_scheduler = None if self._optimizing is None else self._optimizing.scheduler
+        samples = job.dataset.samples
+        self.train_batches = Batches(job, samples, self.train_batch_size, self.train_dataset)
         self._run: Run | None = None
         self._ignored_keys: list[str] | None = None
         size = max(1, self.args.per_device_eval_batch_size * len(job.devices))
         self._evaluating = Evaluating(job, self.model, rows=size)
-        given = callbacks_for(self.args, list(callbacks or ()), job.config.early_stopping_patience)
+        given = callbacks_for(self.args, callbacks, job.config.early_stopping_patience)
         handler: Any = CallbackHandler
         self.callback_handler = handler(
             given, self.model, self.processing_class, self.optimizer, self.lr_scheduler
@@ -171,7 +189,7 @@ class RoundPipeTrainer(Familiar):
         if trial is not None:
             raise absent("hyperparameter_search")
         self._ignored_keys = ignore_keys_for_eval
-        resume = _resumed(resume_from_checkpoint)
+        resume = place_to_resume(resume_from_checkpoint, self.config)
         with contextlib.ExitStack() as parts:
             stop = parts.enter_context(listening())
             held = claim(self.config, self._terminal.counting, judged=judge_for(resume))
@@ -191,11 +209,14 @@ class RoundPipeTrainer(Familiar):
                 goes_on="train(resume_from_checkpoint=True)",
                 keeps_log=False,
             )
+            before = self._answers()
             parts.callback(setattr, self, "_run", None)
             self._run = run = started(self._made.job, self.model, around, parts)
             with kept_when_ended_early(run):
                 run_steps(run)
                 metrics = self._finish(run, events)
+                prompts = self.config.sample_prompts
+                self._terminal.answers(prompts, before, self._answers())
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _finish(self, run: Run, events: CallbackEvents) -> dict[str, float]:
@@ -206,6 +227,9 @@ class RoundPipeTrainer(Familiar):
         take_best(run)
         events.end()
         return metrics
+
+    def _answers(self) -> list[str]:
+        return sample_answers(self._made.job, self.model, self._terminal)
 
     def _optimizer_of_run(self) -> Optimizing:
         """The optimizer, which outlives a run, and its own scheduler, if it has one."""
@@ -271,6 +295,9 @@ class RoundPipeTrainer(Familiar):
 
     def _evaluate(self, samples: Any, prefix: str) -> dict[str, float]:
         start = time.time()
+        self.callback_handler.eval_dataloader = Batches(
+            self._made.job, samples, self._evaluating.rows, self.eval_dataset
+        )
 
         def tell() -> None:
             handler = self.callback_handler
@@ -303,6 +330,7 @@ class RoundPipeTrainer(Familiar):
         is_own = folder.absolute() == own.absolute() and (own / LOG_FILE).is_file()
         if is_own and self._run is None:
             save_as_run(self._made.job, self.model, self._state_to_save())
+            show_usage(self._made.job, self._terminal)
         else:
             save_to(folder, self._made.job, self.model)
 
@@ -369,26 +397,6 @@ class RoundPipeTrainer(Familiar):
     def _ready(self) -> None:
         if not self._closer.alive:
             raise ConfigError("the trainer is closed\nhint: make a new one")
-
-
-def _resumed(given: str | Path | bool | None) -> str | None:
-    if given is None or given is False:
-        return None
-    return "auto" if given is True else str(given)
-
-
-def _refuse_launcher(arguments: Any) -> None:
-    if arguments.world_size > 1:
-        raise ConfigError(
-            f"{arguments.world_size} processes were started, and one drives all devices\n"
-            "hint: python SCRIPT in place of torchrun, accelerate launch or deepspeed"
-        )
-
-
-def _matrix_weights(model: Any) -> int:
-    """Weights that each token is multiplied with: all but the table of embeddings."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    return int(total - model.get_input_embeddings().weight.numel())
 
 
 def _finite(value: Any) -> Any:

@@ -154,18 +154,13 @@ def require_base(subject: Subject) -> None:
 
 
 @contextlib.contextmanager
-def base_alone(opened: Opened) -> Iterator[None]:
-    """Have the base answer, without its adapter."""
-    model: Any = opened.model.model
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with model.disable_adapter():
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+def base_alone(answerer: Answerer) -> Iterator[None]:
+    """Have the base answer while the block runs, without its adapter."""
+    answerer.use_adapter = False
+    try:
         yield
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
+    finally:
+        answerer.use_adapter = True
 
 
 def _machine(opened: Opened, environment: Mapping[str, str]) -> Machine | None:

@@ -106,6 +106,11 @@ class Answers:
         return sum(each.is_match for each in self.given)
 
     @property
+    def found(self) -> int:
+        """In how many there is anything that the pattern finds, right or not."""
+        return sum(each.found is not None for each in self.given)
+
+    @property
     def share(self) -> float:
         """Of those that were answered; NaN without any."""
         return self.matches / len(self.given) if self.given else math.nan
@@ -158,9 +163,10 @@ def evaluate_subject(
     Raises ConfigError for a result that cannot be opened or cannot take the data, StepError and
     DeviceError where a device fails.
     """
-    opening = open_subject(subject, exam.config, terminal, environment=environment)
-    with opening as found, stop.patient(lambda name: terminal.line(f"{name} ending this batch …")):
-        opened = replace(found, tokenizer=exam.tokenizer)
+    opening = open_subject(
+        subject, exam.config, terminal, environment=environment, tokenizer=exam.tokenizer
+    )
+    with opening as opened, stop.patient(lambda name: terminal.line(f"{name} ending this batch …")):
         loss = loss_of(opened, exam, terminal, should_stop=lambda: stop.is_asked)
         answers = None
         if exam.pattern is not None and not stop.is_asked:

@@ -39,14 +39,13 @@ from roundpipe.finetune.use.merged_weights import (
 )
 from roundpipe.finetune.use.opened import (
     Loaded,
-    dtype_on,
     load_subject,
     make_pool,
     open_tokenizer,
     wrap,
 )
+from roundpipe.finetune.use.precision import SHARE_OF_MEMORY, live_dtype, stored_dtype
 from roundpipe.finetune.use.subject import Subject
-from roundpipe.models.loading.distrust import config_fields
 from roundpipe.models.loading.own_class import class_for, name_to_load
 from roundpipe.models.saving import save
 from roundpipe.plan.amounts import write_bytes
@@ -56,16 +55,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roundpipe.device.api import Device
     from roundpipe.engine.pool import DevicePool
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.finetune.use.merge_wish import Wanted
 
-_SHARE_OF_MEMORY = 0.7  # of what is free, that weights may take
 _SPARE = 64 << 20  # bytes of the disk that stay free
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BY_TORCH_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
 # The root of the mean squared difference of logits as a share of their spread, above which they are
 # another model's: rounding to 16 bits costs some hundredths, an adapter left out several tenths.
 _ANOTHER = {"fp32": 1e-2, "fp16": 0.2, "bf16": 0.3}
@@ -101,7 +97,7 @@ def merge(
         for device in devices:
             parts.callback(device.close)
         tokenizer = _tokenizer(subject, settings, terminal)
-        dtype = _live_dtype(subject, settings, devices)
+        dtype = live_dtype(subject, settings, devices)
         pool = parts.enter_context(make_pool(settings, devices))
         return _Merging(subject, wanted, settings, terminal, pool, tokenizer, dtype).run()
 
@@ -166,7 +162,7 @@ class _Merging:
         """What was said; else as the base was stored, unless it was trained over less."""
         if self.wanted.dtype is not None:
             return DTYPES[self.wanted.dtype]
-        stored = _stored_dtype(self.subject.source)
+        stored = stored_dtype(self.subject.source)
         return min(stored, self.dtype, key=lambda dtype: dtype.itemsize)
 
     def _say_what(
@@ -247,7 +243,7 @@ class _Merging:
         """How far what was written is from the live model. Raises where that is too far."""
         memory = host_memory()
         needs = size * self.dtype.itemsize // dtype.itemsize
-        if memory is not None and needs > _SHARE_OF_MEMORY * memory.free_bytes:
+        if memory is not None and needs > SHARE_OF_MEMORY * memory.free_bytes:
             self.terminal.line(f"not compared: memory has no room for {write_bytes(needs)}")
             return None
         source = ModelSource(given=self.wanted.shown, location=str(place))
@@ -332,45 +328,6 @@ def _tokenizer(subject: Subject, settings: TrainConfig, terminal: Terminal) -> A
             raise
     terminal.line(f"no tokenizer goes with it: neither {subject.given} nor its base has one")
     return None
-
-
-def _live_dtype(subject: Subject, settings: TrainConfig, devices: Sequence[Device]) -> torch.dtype:
-    """As it was trained, unless memory has no room for more digits than the files hold."""
-    dtype = dtype_on(devices, settings)
-    memory, size = host_memory(), _stored_bytes(subject.source)
-    stored = _stored_dtype(subject.source)
-    if settings.dtype == "auto" and memory is not None and stored.itemsize < dtype.itemsize:
-        needs = size * dtype.itemsize // stored.itemsize
-        if needs > _SHARE_OF_MEMORY * memory.free_bytes:
-            return stored
-    return dtype
-
-
-def _stored_bytes(source: ModelSource) -> int:
-    """Bytes of the files of a base that is here; 0 where nobody knows."""
-    if not source.is_here or source.gguf_file is not None:
-        return 0
-    sizes = getattr(source.snapshot, "sizes", None) or {}
-    found = {path.name: path.stat().st_size for path in Path(source.location).glob("*.safetensors")}
-    return sum({**sizes, **found}.get(name, 0) for name in {*sizes, *found} if _is_weights(name))
-
-
-def _is_weights(name: str) -> bool:
-    return name.startswith("model") and name.endswith(".safetensors")
-
-
-def _stored_dtype(source: ModelSource) -> torch.dtype:
-    """What the files of a base hold, as their config says; bf16 for those of a GGUF file."""
-    if source.gguf_file is not None or not source.is_here:
-        return torch.bfloat16
-    fields = config_fields(Path(source.location))
-    inner = fields.get("text_config")
-    for told in (fields, inner if isinstance(inner, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            name = str(told.get(key)).removeprefix("torch.")
-            if name in _BY_TORCH_NAME:
-                return _BY_TORCH_NAME[name]
-    return torch.float32
 
 
 def _base_of(model: Any) -> Any:

@@ -151,12 +151,16 @@ def require_mergeable(model: Any) -> None:
 
     ``model``: a PeftModel.
     """
+    way_out = "hint: use it with peft as it is"
+    if any(getattr(each, "layer_replication", None) for each in model.peft_config.values()):
+        raise ConfigError(
+            f"an adapter over layers that are there twice (layer_replication) cannot be merged: "
+            f"they share the weights of the base\n{way_out}"
+        )
     try:
         model.base_model._check_merge_allowed()
     except (ValueError, NotImplementedError) as error:
-        raise ConfigError(
-            f"the adapter cannot be merged: {error}\nhint: use it with peft as it is"
-        ) from error
+        raise ConfigError(f"the adapter cannot be merged: {error}\n{way_out}") from error
 
 
 def bare_copy(model: Any) -> Any:

@@ -26,6 +26,7 @@ from roundpipe.finetune.model.hub import fetch_weights
 from roundpipe.finetune.model.source import ModelSource
 from roundpipe.finetune.model.started import start_from
 from roundpipe.finetune.use.merged_weights import bare_copy
+from roundpipe.finetune.use.subject import of_run
 from roundpipe.roundpipe import RoundPipe
 from roundpipe.store.frozen import packed_in
 
@@ -155,13 +156,14 @@ def load_subject(
     model: Any = base.model
     bare = bare_copy(model) if with_bare else None
     if subject.adapter is not None:
-        model = start_from(
-            base.model,
-            str(subject.adapter),
-            subject.source,
-            is_packed=base.is_packed,
-            say=lambda _: None,
-        )
+        with of_run(subject.given, folder=subject.adapter):
+            model = start_from(
+                base.model,
+                str(subject.adapter),
+                subject.source,
+                is_packed=base.is_packed,
+                say=lambda _: None,
+            )
     model.requires_grad_(False)
     return Loaded(subject, model.eval(), base, dtype, packed_in(base.bases), bare)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from roundpipe.finetune.settings.config import TrainConfig
 
-NO_DATA = "-"  # stands for a dataset that is not given
+NO_DATA = "./-"  # stands for a dataset that is not given
 _CONFIGS = (".yaml", ".yml", ".json")
 
 

@@ -39,7 +39,8 @@ def _matches(answers: Answers) -> str:
     so_far = "" if len(answers.given) == answers.total else f" so far, of {answers.total:,}"
     return (
         f"{answers.matches:,} of {len(answers.given):,} match{so_far}: {100 * answers.share:.1f} % "
-        f"(with 95 % confidence {low:.1f} to {high:.1f} %)"
+        f"(with 95 % confidence {low:.1f} to {high:.1f} %); the pattern finds something in "
+        f"{answers.found:,} of them"
     )
 
 
@@ -61,6 +62,7 @@ def score_values(scores: Scores) -> dict[str, Any]:
         values["answers"] = {
             "asked": answers.total,
             "answered": len(answers.given),
+            "found": answers.found,
             "matches": answers.matches,
             "share": _finite(answers.share),
             "interval_95": list(answers.interval),

@@ -89,8 +89,15 @@ def find_subject(
         return _in_folder(given, folder, terminal, base)
     if _HUB_ID.fullmatch(given) and not given.startswith("."):
         return _on_hub(given, terminal, base)
-    with _of_run(given):
-        return _whole(given, locate_model(given), terminal, base)
+    with of_run(given):
+        source = locate_model(given)
+    try:
+        with of_run(given):
+            return _whole(given, source, terminal, base)
+    except ConfigError as error:
+        if not source.is_hub:
+            raise
+        raise ConfigError(f"no folder is called that, and on the hub: {error}") from error
 
 
 def _in_folder(given: str, folder: Path, terminal: Terminal, base: str | None) -> Subject:
@@ -129,7 +136,7 @@ def _of_files(
             terminal,
             is_said=base is not None,
         )
-    with _of_run(given):
+    with of_run(given):
         source = locate_model(str(folder))
         found = _whole(given, replace(source, given=given), terminal, base)
     return replace(found, run=run, config=config, folder=folder)
@@ -204,7 +211,7 @@ def _on_hub(given: str, terminal: Terminal, base: str | None) -> Subject:
             raise
     from roundpipe.finetune.model.started import adapter_folder  # noqa: PLC0415 (imports peft)
 
-    with terminal.waiting(f"asking the hub for {given}"), _of_run(given):
+    with terminal.waiting(f"asking the hub for {given}"), of_run(given):
         folder = adapter_folder(given)
     source = _base(given, folder, None, base)
     return _adapter(
@@ -290,15 +297,19 @@ def _verified(folder: Path, terminal: Terminal) -> Manifest:
 
 
 @contextlib.contextmanager
-def _of_run(given: str) -> Iterator[None]:
-    """Say what is wrong with RUN in its own words, not in those of a config's key."""
+def of_run(given: str, *, folder: Path | None = None) -> Iterator[None]:
+    """Say what is wrong with RUN in its own words, not in those of a config's key.
+
+    ``folder``: where its files lie, which may be a cache that nobody has heard of.
+    """
     try:
         yield
     except ConfigError as error:
         told, _, way_out = str(error).partition("\nhint: ")
         for key in ("model_name_or_path: ", "adapter_name_or_path: "):
             told = told.removeprefix(key)
-        way_out = way_out.replace("model_name_or_path=", "give ")
+        if folder is not None:
+            told = told.replace(str(folder), given)
         if told.startswith("no such folder"):
             told = f"nothing is called like that: {given}"
             way_out = "a run's folder, a model or adapter folder, a hub id such as owner/name"

@@ -34,7 +34,7 @@ def converse(
     """Hold a conversation until the person leaves; the exit code. Raises ConfigError."""
     answerer = answerer_of(opened, wish, environment=environment)
     chat = Chat.of(answerer, system=wish.system)
-    base = functools.partial(base_alone, opened) if wish.compares else None
+    base = functools.partial(base_alone, answerer) if wish.compares else None
     dtype = str(opened.dtype).removeprefix("torch.")
     terminal.line(f"{opened.subject.name} · {dtype}")
     terminal.line(answerer.outlook_line([[0] * _USUAL_PROMPT]))
@@ -71,7 +71,7 @@ def answer_prompts(
             is_told = True
         names = ["answer"]
         if wish.compares:
-            with base_alone(opened):
+            with base_alone(answerer):
                 bases = _answered(answerer, prompts, terminal)
             names = ["base", "answer"]
         found = _answered(answerer, prompts, terminal)
