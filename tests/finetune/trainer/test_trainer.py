@@ -6,6 +6,7 @@ import gc
 import json
 import signal
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,8 @@ from tests.finetune.tiny_model import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from roundpipe import ConfigError, RoundPipe, RoundPipeTrainer
-from roundpipe.errors import StepError
+from roundpipe.errors import NoRoomError, StepError
+from roundpipe.finetune.trainer.refusals import refuse_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,10 +35,15 @@ for _row in ROWS:
     _row["labels"] = [-100, *_row["input_ids"][1:]]  # type: ignore[index, misc]
 
 
+@pytest.fixture(autouse=True)
+def _no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars of others start no thread that outlives them."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+
+
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def make(tmp_path: Path) -> Any:
     """Make trainers; they are closed in the end."""
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # bars of others start no thread
     made: list[RoundPipeTrainer] = []
 
     def make(model: Any = None, *, more: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -267,6 +274,59 @@ def test_a_step_that_runs_out_of_memory_is_made_again_and_told_of_once(
     assert counts.seen == trainer.state.global_step == 4
 
 
+class Sees(TrainerCallback):
+    """All that happens around steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.seen.append(("begin", state.global_step))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.seen.append(("gradients", state.global_step))
+
+    def on_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.seen.append(("update", state.global_step))
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.seen.append(("end", state.global_step))
+
+
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_a_step_whose_update_had_no_room_is_given_again_and_told_of_once(
+    make: Any, monkeypatch: pytest.MonkeyPatch, logging_steps: int
+) -> None:
+    class Lost:
+        """The result of a step that failed while the next was being made."""
+
+        @property
+        def grad_norm(self) -> Any:
+            raise NoRoomError("too much")
+
+        skipped = grad_norm
+
+    whole, sees = Sees(), Sees()
+    how = {"per_device_train_batch_size": 9, "logging_steps": logging_steps}
+    plain = make(more={"callbacks": [whole]}, **how)
+    plain.train()
+    trainer = make(more={"callbacks": [sees]}, **how)
+    real, failed = trainer.model.step, []
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not failed and trainer.state.global_step == 1:
+            failed.append(1)
+            trainer.model.zero_grad()
+            return Lost()
+        return real(*args, **kwargs)
+
+    monkeypatch.setitem(trainer.model.__dict__, "step", step)
+    trainer.train()
+    assert failed
+    assert sees.seen == whole.seen
+    assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+
+
 def test_what_fails_is_raised_after_a_checkpoint_and_the_trainer_stays_usable(
     make: Any, tmp_path: Path
 ) -> None:
@@ -312,6 +372,38 @@ def test_a_hook_that_nobody_would_call_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"Mine overrides compute_loss.*\nhint: compute_loss_func"
     ):
         Mine(tiny_model(), {"output_dir": str(tmp_path)}, train_dataset=ROWS)
+
+
+def test_a_launcher_of_several_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8 processes were started, and one drives all devices"):
+        refuse_launcher(SimpleNamespace(world_size=8))
+
+
+def test_prompts_of_our_own_settings_are_answered_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = {"output_dir": str(tmp_path / "o"), "devices": "cpu", "max_steps": 2, "method": "full"}
+    args |= {"sample_prompts": ["so what"], "resume_from_checkpoint": "auto"}
+    given = {"train_dataset": ROWS, "processing_class": tiny_tokenizer()}
+    with RoundPipeTrainer(tiny_model().train(), args, **given) as trainer:
+        trainer.train()
+        trainer.save_model()
+    shown = capsys.readouterr().out
+    assert "before:" in shown
+    assert "after:" in shown
+    assert "roundpipe chat" in shown  # how the result is used
+    with RoundPipeTrainer(tiny_model().train(), {**args, "max_steps": 3}, **given) as trainer:
+        assert trainer.train().global_step == 3
+    assert "going on from" in capsys.readouterr().out
+
+
+def test_callbacks_may_look_at_the_batches(make: Any) -> None:
+    class Looks(TrainerCallback):
+        def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+            assert len(train_dataloader) == 3
+            assert [len(batch["labels"]) for batch in train_dataloader] == [4, 4, 1]
+
+    make(more={"callbacks": [Looks]}, max_steps=1).train()
 
 
 def test_what_it_has_not_says_what_to_do(make: Any) -> None:

@@ -35,7 +35,6 @@ from transformers.trainer_callback import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
 )
 from transformers.trainer_utils import SaveStrategy
@@ -252,10 +251,11 @@ class CallbackEvents:
         return bool(control.should_epoch_stop or control.should_training_stop)
 
     def _is_saving_asked(self) -> bool:
-        """By a file, or by the clock where the config goes by it."""
-        run = self._run
+        """By a file; by the clock and at the end where the config goes by the clock."""
+        run, trainer = self._run, self._trainer
         assert run is not None
-        is_timed = run.job.config.save_strategy == "minutes" and run.saver.is_due
+        is_last = trainer.control.should_training_stop
+        is_timed = run.job.config.save_strategy == "minutes" and (is_last or run.saver.is_due)
         return run.folder.is_saving_asked() or is_timed
 
     def _end_epoch(self) -> None:

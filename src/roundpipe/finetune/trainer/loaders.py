@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ class Batches:
     dataset: Any = None
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // self.batch_size)
+        return math.ceil(len(self.samples) / self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return batches_of(self.job, self.samples, self.batch_size)

@@ -25,12 +25,14 @@ from roundpipe.finetune.output.earlier import (
     named,
     newest,
 )
+from roundpipe.finetune.run.content import Content
 from roundpipe.finetune.settings.parse import RESOLVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from roundpipe.finetune.output.earlier import Counting
+    from roundpipe.finetune.run.prepare import Job
     from roundpipe.finetune.settings.config import TrainConfig
 
 
@@ -71,6 +73,14 @@ def place_to_resume(given: str | Path | bool | None, config: TrainConfig) -> str
     if given is None or given is False:
         return None
     return "auto" if given is True else str(given)
+
+
+def compare_content(job: Job, earlier: Earlier, say: Callable[[str], None]) -> None:
+    """Say where model or data are others than those of the run that is gone on with."""
+    content = Content.of(earlier, say)
+    for what, digest in job.content.items():
+        if what in ("base", "data") and digest is not None:
+            content.note(what, digest)
 
 
 def _anew(config: TrainConfig, path: Path) -> Earlier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from roundpipe.finetune.output.progress import Progress
 from roundpipe.finetune.output.terminal import Terminal

@@ -24,7 +24,6 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.output.earlier import LOG_FILE, STATE_FILE
 from roundpipe.finetune.output.run_folder import claim
 from roundpipe.finetune.output.sample import answer
-from roundpipe.finetune.run.content import Content
 from roundpipe.finetune.run.result import show_usage
 from roundpipe.finetune.run.signals import listening
 from roundpipe.finetune.run.steps import (
@@ -43,7 +42,7 @@ from roundpipe.finetune.trainer.evaluating import Evaluating
 from roundpipe.finetune.trainer.familiar import Familiar
 from roundpipe.finetune.trainer.loaders import Batches
 from roundpipe.finetune.trainer.loading import num_matrix_weights
-from roundpipe.finetune.trainer.place import judge_for, place_to_resume
+from roundpipe.finetune.trainer.place import compare_content, judge_for, place_to_resume
 from roundpipe.finetune.trainer.refusals import (
     absent,
     refuse_arguments,
@@ -58,7 +57,6 @@ from roundpipe.roundpipe import RoundPipe
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roundpipe.finetune.output.earlier import Earlier
     from roundpipe.finetune.run.steps import Run
     from roundpipe.finetune.settings.config import TrainConfig
 
@@ -196,7 +194,7 @@ class RoundPipeTrainer(Familiar):
             folder = parts.enter_context(held)
             for line in folder.earlier.lines:
                 self._terminal.line(line)
-            self._compare_content(folder.earlier)
+            compare_content(self._made.job, folder.earlier, self._terminal.line)
             torch.manual_seed(self.config.seed)
             count = self.args.gradient_accumulation_steps
             events = CallbackEvents(self, num_microbatches=count)
@@ -236,12 +234,6 @@ class RoundPipeTrainer(Familiar):
         if self._optimizing is None:
             self._optimizing = Optimizing(make_optimizer(self.config, self.model))
         return self._optimizing
-
-    def _compare_content(self, earlier: Earlier) -> None:
-        content = Content.of(earlier, self._terminal.line)
-        for what, digest in self._made.job.content.items():
-            if what in ("base", "data") and digest is not None:
-                content.note(what, digest)
 
     # ---- evaluation
 

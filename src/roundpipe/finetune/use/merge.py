@@ -14,7 +14,6 @@ import gc
 import json
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +51,7 @@ from roundpipe.plan.amounts import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
