@@ -21,9 +21,8 @@ NAMES = """
 AutoRoundPipe ConfigError DataError DeadlockError DeviceError DevicePool GradScaler HostMemoryError
 ModelError ModelExecutePlan ModelTimer NoRoomError OptimizerCtx PlanError RaceError RoundPipe
 RoundPipeError RoundPipePackedData RoundPipeRunConfig RoundPipeTrainer SavedCheckpoint StallError
-StepError
-StepResult __version__ doing_recompute get_recompute_data optim plan save_for_recompute sim
-wrap_model_to_roundpipe
+StepError StepResult __version__ doing_recompute get_recompute_data optim plan save_for_recompute
+sim wrap_model_to_roundpipe
 """
 
 
@@ -105,6 +104,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 def test_signatures_are_these(golden: Callable[[str, str], None]) -> None:
     owners = (
         roundpipe.RoundPipe,
+        roundpipe.RoundPipeTrainer,
         roundpipe.RoundPipeRunConfig,
         roundpipe.ModelExecutePlan,
         roundpipe.StepResult,

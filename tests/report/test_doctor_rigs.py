@@ -90,7 +90,7 @@ def two_3090() -> Readings:
         disks=(
             DiskReadings(
                 used_for="runs and the hub's cache",
-                folder="/home/me",
+                folder="/data",
                 free_bytes=1400 * GB,
                 write=0.14e9,
                 read=0.19e9,
@@ -158,7 +158,7 @@ def eight_4090() -> Readings:
                 used_for="runs", folder="/scratch", free_bytes=9000 * GB, write=3e9, read=5e9
             ),
             DiskReadings(
-                used_for="the hub's cache", folder="/home/me/.cache", free_bytes=12 * GB, read=0.3e9
+                used_for="the hub's cache", folder="/cache", free_bytes=12 * GB, read=0.3e9
             ),
         ),
         software=SoftwareReadings(
@@ -203,7 +203,7 @@ def one_5090_in_wsl() -> Readings:
         disks=(
             DiskReadings(
                 used_for="runs and the hub's cache",
-                folder="/home/me",
+                folder="/data",
                 free_bytes=800 * GB,
                 write=1.5e9,
                 read=2.5e9,

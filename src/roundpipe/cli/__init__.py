@@ -123,9 +123,11 @@ def init(context: typer.Context) -> None:
 
 @app.command(
     context_settings=_RAW,
-    options_metavar="RUN [key=value …]",
-    help="Talk with a model, or have it answer prompts. RUN is the folder of a run, a checkpoint "
-    "in it, a model or an adapter: a folder, a hub id or a GGUF file.",
+    options_metavar="RUN [prompt=…] [system=…] [temperature=…] [max_new_tokens=…] [--json]",
+    help="Talk with a model, or have it answer prompts: those of prompt=… or, from a pipe, a line "
+    "each. RUN is the folder of a run, a checkpoint in it, a model or an adapter: a folder, a hub "
+    "id or a GGUF file. compare=base has the base answer beside its adapter. All keys of a config "
+    "count: devices, dtype, device_memory_limit …",
     epilog="roundpipe chat out",
 )
 def chat(context: typer.Context) -> None:

@@ -38,7 +38,7 @@ _BYTES_PER_THREAD, _TOKENS_AT_ONCE = 1 << 29, 16  # see [Note: threads that wait
 _TOKENS = 20  # that transformers makes where nobody says how many
 
 
-def generate(
+def generate(  # noqa: PLR0913 - what a call knows
     engine: Engine,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -53,8 +53,8 @@ def generate(
     ``device_bytes``: what the device may hold, None without limit. ``newest``: with what masters
     say, where that is not published yet. Blocks until all is done; results are on
     ``output_device``, those of a cache that was given too. ``use_adapter``: False has the base
-    model answer, without the adapters of ``peft`` that it has. Raises ModelError for a model that does
-    not generate text, DeviceError where there is no room or nothing really computes.
+    model answer, without the adapters of ``peft``. Raises ModelError for a model that does not
+    generate text, DeviceError where there is no room or nothing really computes.
     """
     model, spec = engine.models[0], engine.spec
     device = model.device

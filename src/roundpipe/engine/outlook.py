@@ -52,7 +52,8 @@ class Part:
 @dataclass(frozen=True)
 class Outlook:
     """See the module docstring. ``rows``: sequences at a time. ``card`` and ``link``: of the
-    device, None where its rates are not known. ``flops``: of the card in the model's dtype, 0 if unknown.
+    device, None where its rates are not known. ``flops``: of the card in the model's dtype, 0 if
+    unknown.
     """
 
     device: str

@@ -14,6 +14,7 @@ from roundpipe.finetune.output.usage import (
     short_lines,
     usage_lines,
 )
+from roundpipe.finetune.use.request import read_request
 
 HERE = ModelSource("./base", "./base")
 HUB = ModelSource("a/b@v1", "a/b", revision="v1", hub_id="a/b")
@@ -168,3 +169,15 @@ def test_a_run_in_the_folder_where_one_stands_has_that_folders_name(
     (tmp_path / "sums").mkdir()
     monkeypatch.chdir(tmp_path / "sums")
     assert Result(".", HERE).name == "sums"
+
+
+@pytest.mark.parametrize("folder", ["out", "my run", "a=b", "-x", "runs/a=b", "it's", r"C:\my run"])
+def test_the_commands_read_the_folder_that_is_meant(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = blocks(HUB, folder=folder, peft=LORA)["roundpipe"].lines
+    assert [line.split()[1] for line in lines] == ["chat", "merge"]
+    for line in lines:
+        given = read_request(shlex.split(line)[2:], environment={}).given
+        assert Path(given) == Path(folder)

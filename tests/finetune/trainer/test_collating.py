@@ -134,8 +134,10 @@ def test_rows_padded_on_the_right_are_cut_to_their_length() -> None:
 def test_rows_padded_on_the_left_are_cut_in_their_order() -> None:
     mask = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
     ids = torch.arange(12).view(3, 4)
-    parts = _split({"input_ids": ids, "labels": ids, "attention_mask": mask, "flag": True}, 2)
-    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), ids)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    for given in (batch, {**batch, "flag": True}):
+        parts = _split(given, 2)
+        assert torch.equal(torch.cat([part["input_ids"] for part in parts]), ids)
     assert all(part["flag"] is True for part in parts)
     assert [len(part["labels"]) for part in _split({"labels": ids, "input_ids": ids}, 5)] == [1] * 3
 

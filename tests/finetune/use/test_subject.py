@@ -157,7 +157,7 @@ def test_a_run_that_has_saved_nothing_yet_says_how_it_can(runs: Runs) -> None:
         ("code", r"a model of its own code, which is never run.*own/modeling"),
         ("pickled_adapter", r"no adapter_model.safetensors in: .*\nhint: a pickle"),
         ("nameless", r"does not say which model it is of: .*\nhint: model_name_or_path="),
-        ("orphan", r"the base of .*orphan cannot be found: .*/gone/base.*\nhint: model_name_or"),
+        ("orphan", r"the base of .*orphan cannot be opened: .*/gone/base.*\nhint: model_name"),
         ("package:no_such_thing/a.gguf", r"package no_such_thing is not installed"),
     ],
 )
@@ -177,6 +177,8 @@ def test_what_cannot_be_opened_is_said_by_name(
         told = {"peft_type": "LORA", "base_model_name_or_path": base}
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(told))
     (tmp_path / "pickled_adapter" / "adapter_model.bin").write_bytes(b"")
+    for name in ("nameless", "orphan"):
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(b"")
     told = {"peft_type": "LORA", "base_model_name_or_path": "/gone/base"}
     (tmp_path / "orphan" / "adapter_config.json").write_text(json.dumps(told))
     with pytest.raises(ConfigError, match=rf"(?s)^(?!model_name).*{words}"):

@@ -121,11 +121,16 @@ def _first(block: Block) -> str:
 
 
 def _roundpipe_lines(result: Result) -> list[str]:
-    folder = quoted(result.folder)
+    folder = quoted(_as_path(result.folder))
     lines = [f"roundpipe chat {folder}"]
     if result.peft is not None:
         lines.append(f"roundpipe merge {folder}")
     return lines
+
+
+def _as_path(folder: str) -> str:
+    """A folder that no command line takes for a setting or an option."""
+    return f"./{folder}" if re.match(r"-|[\w-]*=", folder) else folder
 
 
 # ---- Python

@@ -311,9 +311,8 @@ class _Merging:
         if merged.difference is not None:
             of = "before" if self.subject.adapter is None else "the model with its adapter"
             say(f"against {of}: {merged.difference.line()}")
-        say(
-            f"the model is in {self.wanted.shown} ({count} weights, {write_bytes(merged.num_bytes)})"
-        )
+        size = write_bytes(merged.num_bytes)
+        say(f"the model is in {self.wanted.shown} ({count} weights, {size})")
         say()
         for line in short_lines(self._result(merged, target)):
             say(line)

@@ -129,13 +129,11 @@ def _of_files(
     config = None
     if run is not None:
         config = make_config(read_file(str(folder / CONFIG_FILE)))[0]
-    mark = (marks or {}).get("base")
     if (folder / _ADAPTER_CONFIG).is_file() and _is_adapter(folder):
-        return _adapter(
-            Subject(given, _base(given, folder, config, base), folder, run, config, folder, mark),
-            terminal,
-            is_said=base is not None,
-        )
+        marks = marks or {}
+        bare = ModelSource(given="", location="")
+        subject = Subject(given, bare, None, run, config, folder, marks.get("base"))
+        return _adapter(subject, terminal, base, marks.get("commit"))
     with of_run(given):
         source = locate_model(str(folder))
         found = _whole(given, replace(source, given=given), terminal, base)
@@ -148,38 +146,12 @@ def _is_adapter(folder: Path) -> bool:
     return has_adapter or not any(folder.glob("model*.safetensors"))
 
 
-def _base(given: str, folder: Path, config: TrainConfig | None, base: str | None) -> ModelSource:
-    """Where the base of an adapter is."""
-    told: str | None = None
-    revision: str | None = None
-    if base is None and config is not None:
-        told = config.model_name_or_path
-    elif base is None:
-        fields = read_json(folder / _ADAPTER_CONFIG, _LARGEST_CONFIG, pairs=dict)
-        fields = fields if isinstance(fields, dict) else {}
-        told, revision = fields.get("base_model_name_or_path"), fields.get("revision")
-        if not isinstance(told, str) or not told:
-            raise ConfigError(
-                f"the adapter does not say which model it is of: {given}\n"
-                "hint: model_name_or_path=FOLDER or a hub id, the model it was trained on"
-            )
-    named = base or told
-    assert named is not None
-    try:
-        return locate_model(named, revision if isinstance(revision, str) else None)
-    except ConfigError as error:
-        reason, _, way_out = str(error).partition("\nhint: ")
-        if base is not None:
-            raise
-        raise ConfigError(
-            f"the base of {given} cannot be found: {reason.partition(': ')[2] or reason}\n"
-            f"hint: model_name_or_path=FOLDER or a hub id, where it is now ({way_out})"
-        ) from error
+def _adapter(subject: Subject, terminal: Terminal, base: str | None, commit: str | None) -> Subject:
+    """The adapter in ``subject.folder`` with its base, whose small files are here then.
 
-
-def _adapter(subject: Subject, terminal: Terminal, *, is_said: bool) -> Subject:
-    """An adapter whose base has its small files here and is the one that it was trained on."""
-    folder = subject.adapter
+    ``commit``: of a base on the hub, which it was at when it was trained on.
+    """
+    folder = subject.folder
     assert folder is not None
     if not (folder / _ADAPTER).is_file():
         raise ConfigError(
@@ -187,8 +159,39 @@ def _adapter(subject: Subject, terminal: Terminal, *, is_said: bool) -> Subject:
             "hint: a pickle (adapter_model.bin) can run any code, so it is not opened; where you "
             "trust it, load it with peft once and save it again"
         )
-    source = fetch(subject.source, terminal)
-    return replace(subject, source=source, base_mark=None if is_said else subject.base_mark)
+    if base is not None:
+        source = fetch(locate_model(base), terminal)
+        return replace(subject, source=source, adapter=folder, base_mark=None)
+    named, revision = _told(subject)
+    try:
+        source = locate_model(named, revision)
+        if source.is_hub and source.revision is None and commit is not None:
+            source = replace(source, revision=commit)
+        source = fetch(source, terminal)
+    except ConfigError as error:
+        reason, _, way_out = str(error).partition("\nhint: ")
+        raise ConfigError(
+            f"the base of {subject.given} cannot be opened: "
+            f"{reason.removeprefix('model_name_or_path: ')}\n"
+            f"hint: model_name_or_path=FOLDER or a hub id, where it is now ({way_out})"
+        ) from error
+    return replace(subject, source=source, adapter=folder)
+
+
+def _told(subject: Subject) -> tuple[str, str | None]:
+    """The base that an adapter was trained on, and its revision, as its run or its config says."""
+    if subject.config is not None:
+        return subject.config.model_name_or_path, None
+    assert subject.folder is not None
+    fields = read_json(subject.folder / _ADAPTER_CONFIG, _LARGEST_CONFIG, pairs=dict)
+    fields = fields if isinstance(fields, dict) else {}
+    named, revision = fields.get("base_model_name_or_path"), fields.get("revision")
+    if not isinstance(named, str) or not named:
+        raise ConfigError(
+            f"the adapter does not say which model it is of: {subject.given}\n"
+            "hint: model_name_or_path=FOLDER or a hub id, the model it was trained on"
+        )
+    return named, revision if isinstance(revision, str) and revision else None
 
 
 def _whole(given: str, source: ModelSource, terminal: Terminal, base: str | None) -> Subject:
@@ -213,10 +216,8 @@ def _on_hub(given: str, terminal: Terminal, base: str | None) -> Subject:
 
     with terminal.waiting(f"asking the hub for {given}"), of_run(given):
         folder = adapter_folder(given)
-    source = _base(given, folder, None, base)
-    return _adapter(
-        Subject(given, source, folder, folder=folder), terminal, is_said=base is not None
-    )
+    subject = Subject(given, ModelSource(given="", location=""), folder=folder)
+    return _adapter(subject, terminal, base, None)
 
 
 # ---- runs and checkpoints
