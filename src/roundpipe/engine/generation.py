@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 _SLACK = 1.25  # of what generation is reckoned to take beside weights
 _CACHES = ("cache", "past_key_values", "cache_params")  # as transformers calls them, new and old
-_BYTES_PER_THREAD, _TOKENS_AT_ONCE = 1 << 29, 16  # see [Note: threads that wait]
+_BYTES_PER_THREAD, _TOKENS_AT_ONCE = 1 << 29, 128  # see [Note: threads that wait]
 _TOKENS = 20  # that transformers makes where nobody says how many
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import tqdm
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -52,8 +53,9 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture(autouse=True)
-def _no_bars() -> Iterator[None]:
+def _no_bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bars run a thread that outlives a test."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     settings: Any = transformers_logging
     settings.disable_progress_bar()
     yield
@@ -215,22 +217,34 @@ def test_a_model_that_sees_is_merged_as_one_that_sees(kind: str, tmp_path: Path)
     assert (made.folder / "chat_template.jinja").is_file()
 
 
-def test_sums_in_fp32_are_rounded_once(tmp_path: Path) -> None:
+def test_sums_in_fp32_are_rounded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(1)
     model = _llama(tie_word_embeddings=True).to(torch.bfloat16)
     adapter = _adapter(tmp_path, model, target_modules=["q_proj", "down_proj"])
-    made = _merge(adapter)
-    assert (made.folder, made.dtype) == (adapter / "merged", torch.bfloat16)
+    capsys.readouterr()
+    assert main(["merge", str(adapter), "devices=cpu"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "merging 4 modules of",
+        "added up in fp32, saved as bf16; dtype=fp32 keeps every digit",
+        "checked: stock transformers finds every weight, and no other",
+        "against the model with its adapter: logits of",
+        f"the model is in {adapter / 'merged'}",
+        f"roundpipe chat {adapter / 'merged'}",
+    ):
+        assert words in said
+    made = adapter / "merged"
+    assert f"AutoModelForCausalLM.from_pretrained('{made}')" in (made / "README.md").read_text()
     base = load_file(tmp_path / "base" / "model.safetensors")
     parts = load_file(adapter / "adapter_model.safetensors")
-    merged = load_file(made.folder / "model.safetensors")
+    merged = load_file(made / "model.safetensors")
     name = "model.layers.1.mlp.down_proj"
     a, b = (parts[f"base_model.model.{name}.lora_{half}.weight"].float() for half in "AB")
     whole = base[f"{name}.weight"].float() + (b @ a) * 4
     assert torch.equal(merged[f"{name}.weight"], whole.bfloat16())
     assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"])
     assert "lm_head.weight" not in merged
-    config = json.loads((made.folder / "config.json").read_text())
+    config = json.loads((made / "config.json").read_text())
     assert (config["dtype"], config["tie_word_embeddings"]) == ("bfloat16", True)
 
 

@@ -60,8 +60,8 @@ def test_options_are_the_command_s_own_and_the_base_may_be_said(run: Path) -> No
 
 def test_the_config_that_a_run_was_trained_with_names_it(run: Path) -> None:
     (run.parent / "my.yaml").write_text("model: base\ndataset: d.jsonl\noutput_dir: out\n")
-    request = read("my.yaml", "dtype=fp32")
-    assert (request.given, request.said) == ("out", {"dtype"})
+    request = read("my.yaml", "dtype=fp32", "output_dir=merged")
+    assert (request.given, request.said) == ("out", {"dtype", "output_dir"})
     assert request.settings.finetuning_type == "qlora"
 
 

@@ -74,7 +74,7 @@ def read_request(
         name: layer.pop(name) for layer in (file, values) for name in options if name in layer
     }
     said = {**file, **values}
-    given = word or _named(said, usage)
+    given = word or _named(file or values, said, usage)
     run = run_folder(Path(given).expanduser())
     inherited = {} if run is None else read_file(str(run / CONFIG_FILE))
     if file and run is not None:  # as it was trained, whatever the file says by now
@@ -136,9 +136,13 @@ def _is_config(word: str) -> bool:
     return True
 
 
-def _named(said: Mapping[str, Any], usage: str) -> str:
-    """What is meant where no RUN stands: the result of a run, an adapter, a model."""
-    folder = _value(said, "output_dir") or said.get("export_dir")
+def _named(first: Mapping[str, Any], said: Mapping[str, Any], usage: str) -> str:
+    """What is meant where no RUN stands: the result of a run, an adapter, a model.
+
+    ``first``: the keys whose output_dir may be the run's; one that is said beside a config file is
+    where something new goes.
+    """
+    folder = _value(first, "output_dir")
     if folder is not None and has_result(Path(str(folder)).expanduser()):
         return str(folder)
     for key in ("adapter_name_or_path", "model_name_or_path"):
