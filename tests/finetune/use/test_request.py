@@ -78,6 +78,11 @@ def test_configs_of_other_trainers_name_a_model_and_an_adapter(run: Path) -> Non
         "base_model: base\nadapter: lora\nlora_model_dir: there\nsequence_len: 512\n"
     )
     assert read("axolotl.yml").given == "there"
+    (run.parent / "outputs").mkdir()
+    (run.parent / "outputs" / "adapter_config.json").write_text("{}")
+    (run.parent / "axolotl.yml").write_text("base_model: base\noutput_dir: outputs\n")
+    request = read("axolotl.yml")
+    assert (request.given, request.said) == ("outputs", {"model_name_or_path"})
     assert read("model=base").given == "base"
 
 

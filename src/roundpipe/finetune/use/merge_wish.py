@@ -58,9 +58,8 @@ def read_wanted(request: Request, subject: Subject) -> Wanted:
 
 def _place(request: Request, subject: Subject) -> str:
     """Where the merged model goes if nothing is said: into the run, else beside what was given."""
-    told = request.settings.output_dir
-    if "output_dir" in request.said and Path(told) != Path(request.given):
-        return told
+    if "output_dir" in request.said:
+        return request.settings.output_dir
     said = request.options.get("export_dir")
     if said:
         return str(said)

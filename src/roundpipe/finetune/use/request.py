@@ -79,6 +79,8 @@ def read_request(
     inherited = {} if run is None else read_file(str(run / CONFIG_FILE))
     if file and run is not None:  # as it was trained, whatever the file says by now
         said, file = values, {}
+    elif file and given == _value(file, "output_dir"):  # that names RUN, no place for a new one
+        said = {key: each for key, each in said.items() if key in values or key != "output_dir"}
     base = _value(said, "model_name_or_path")
     reading = read_layers(
         inherited or {"model_name_or_path": base or given, "dataset": NO_DATA, **_canonical(file)},
