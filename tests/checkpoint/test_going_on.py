@@ -105,12 +105,13 @@ def test_looking_at_the_model_between_a_save_and_the_next_step_changes_nothing(
     x, _ = made.batch(3)
     for look in (made.pipe.synchronize, made.pipe.eval, made.pipe.state_dict):
         look()
-        made.save(tmp_path / "checkpoint-2", is_async=True)
+        saved = made.save(tmp_path / "checkpoint-2", is_async=True)
         made.pipe.eval()
         with torch.no_grad():
             made.pipe(x)
         made.pipe.train()
     same_bits(made.step(2).outcome(), expected)
+    saved.wait()  # another RoundPipe reads it
     again = training(late=True)
     again.load(tmp_path / "checkpoint-2")
     again.pipe.synchronize()

@@ -47,7 +47,7 @@ def test_the_quickstart_learns_its_style_and_its_last_lines_work(
     after = next(line for line in lines if line.startswith("  after:  "))
     assert "Answer: " in after
     assert "Answer: " not in before
-    shown = done.stdout.partition("to use it in Python:\n")[2].strip()
+    shown = done.stdout.partition("in Python:\n\n")[2].partition("\n\n")[0]
     pasted = python("-c", shown, cwd=tmp_path, timeout=300)
     assert pasted.returncode == 0, pasted.stderr
     assert " ".join(pasted.stdout.split()) == after.removeprefix("  after:  ")

@@ -68,12 +68,7 @@ def generate(  # noqa: PLR0913 - what a call knows
         if not use_adapter:
             _disable_adapters(tree.module)
     work = work_bytes(tree.module, args, kwargs)
-    room = None if device_bytes is None else device_bytes - work - device.allocated_bytes
-    if room is not None and room < sum(layer.slot_layout.num_bytes for layer in engine.layers):
-        room += device.allocated_bytes
-        model.let_go()
-        model.close()  # training makes what it needs anew
-        room -= device.allocated_bytes
+    room = None if device_bytes is None else _made_room(engine, device_bytes - work)
 
     # A device's streams know nothing of the caller's: what goes in or out passes the host, and each
     # copy to it waits for what made the tensor.
@@ -125,6 +120,17 @@ def tree_of(spec: Any, device: torch.device) -> Any:
     from roundpipe.models.generating import GeneratingTree  # noqa: PLC0415 (imports late)
 
     return GeneratingTree(spec, device)
+
+
+def _made_room(engine: Engine, device_bytes: int) -> int:
+    """What is left of ``device_bytes``; where that is too little, training gives up what it has."""
+    model = engine.models[0]
+    room = device_bytes - model.device.allocated_bytes
+    if room < sum(layer.slot_layout.num_bytes for layer in engine.layers):
+        model.let_go()
+        model.close()  # training makes what it needs anew
+        room = device_bytes - model.device.allocated_bytes
+    return room
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ TRANSLATED = _by_field(
         "the evaluation whose loss tells the best": "metric_for_best_model",
         "which columns a collator of your own is given": "remove_unused_columns",
         "a progress bar or lines": "disable_tqdm",
-        "the loss": "label_smoothing_factor",
+        "the loss": "label_smoothing_factor router_aux_loss_coef",
         "callbacks that write to loggers": "report_to",
         "state.num_input_tokens_seen": "include_num_input_tokens_seen",
         "how the model is loaded": "model_init_kwargs",
@@ -112,14 +112,12 @@ REFUSED = {
     "label_names": "leave it out: what is trained stands in the column labels",
     "truncation_mode": "truncation_mode='keep_start', and max_length=N makes room",
     "loss_type": "loss_type='nll', or compute_loss_func=FUNCTION",
-    "router_aux_loss_coef": "leave it out: the router is trained by the loss alone",
 }
 # Values that ask for nothing, beside the default.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "greater_is_better": (False,),
     "label_names": (["labels"], ("labels",)),
     "loss_type": ("nll", "chunked_nll"),
-    "router_aux_loss_coef": (0, 0.0),
     "optim_args": ("",),
 }
 # Needless fields that the arguments fill in themselves, so that nobody need have set them.

@@ -17,7 +17,7 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.settings.config import TrainConfig, make_config, read_layers
 from roundpipe.finetune.trainer.adapter_values import adapter_values
 from roundpipe.finetune.trainer.made_arguments import arguments_for, default_arguments
-from roundpipe.finetune.trainer.sft_arguments import preparation_of, theirs
+from roundpipe.finetune.trainer.sft_arguments import is_sft_config, preparation_of, theirs
 from roundpipe.finetune.trainer.told import IN_MEMORY, Given, Told
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def _read_theirs(args: Any, about: Given, *, is_default: bool = False) -> Told:
         given[key] = values[key]
     config, said = _config(given, about)
     preparation = preparation_of(args, is_default=is_default)
-    return Told(config, args, [*notes, *said], preparation)
+    is_sft = is_default or is_sft_config(args)
+    return Told(config, args, [*notes, *said], preparation, adds_router_loss=is_sft)
 
 
 def _read_ours(args: TrainConfig | dict[str, Any], about: Given) -> Told:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import integrations, trainer_utils
@@ -41,6 +41,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from roundpipe.finetune.output.earlier import STATE_FILE
 from roundpipe.finetune.output.terminal import in_notebook
+from roundpipe.finetune.trainer.standing import Standing, keep, kept, restore_patience
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,10 +60,12 @@ class CallbackEvents:
         self._num_microbatches = num_microbatches
         self._run: Run | None = None
         self._epoch = 0  # that is trained, or comes next
-        self._is_in_epoch = False
+        self._is_in_epoch = self._is_ending = False
         self._is_over = False
         self._told = {"begin": 0, "gradients": 0, "update": 0, "end": 0}  # the last step of each
-        self._loss, self._whole_loss, self._last_logged, self._first = 0.0, 0.0, 0, 0
+        self._standing = Standing()
+        self._is_evaluated = True  # and its metrics are taken
+        self._begun = 0
         self._started = time.time()
 
     # ---- what the loop asks and tells
@@ -77,7 +80,7 @@ class CallbackEvents:
         trainer, training = self._trainer, run.training
         self._run = run
         self._begin_state(run)
-        self._first = self._last_logged = training.done
+        self._begun = training.done
         self._told = dict.fromkeys(self._told, training.done)
         self._epoch = (training.done + training.passed_over) // self._steps_per_epoch
         self._started = time.time()
@@ -89,6 +92,7 @@ class CallbackEvents:
         if trainer.args.eval_on_start:
             trainer.evaluate_now()
         self._is_over = self._epoch >= trainer.state.num_train_epochs
+        self._catch_up()
 
     def step_begins(self, step: int) -> bool:
         """Tell ``epoch_begin`` and ``step_begin``; False where a callback breaks the step off."""
@@ -127,35 +131,32 @@ class CallbackEvents:
 
     def step_ended(self) -> None:
         """Tell ``step_end``, and ``epoch_end`` after an epoch's last; do what is wanted."""
-        training, state = self._training, self._trainer.state
-        step = training.done
+        step = self._training.done
         if step <= self._told["end"]:
             return
         self._told["end"] = step
-        self._add_loss()
-        state.global_step, state.epoch = step, self._epoch_after(step)
+        self._note(step)
         self._tell("on_step_end")
         if self._is_saving_asked():
             self._trainer.control.should_save = True
-        self._follow_up()
-        is_last = (step + training.passed_over) % self._steps_per_epoch == 0
-        if is_last or self._is_broken_off:
-            self._end_epoch()
+        self._after_step()
 
     def trainer_state(self) -> dict[str, Any]:
         """transformers' own state, callbacks' states among it."""
         trainer = self._trainer
-        kept: Any = trainer.state.stateful_callbacks
+        self._note(self._training.done)
+        states: Any = trainer.state.stateful_callbacks
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
-                kept[type(callback).__name__] = callback.state()
+                states[type(callback).__name__] = callback.state()
+        keep(replace(self._standing, owes=self._owed()), states)
         told: dict[str, Any] = asdict(trainer.state)
         return told
 
     def finish(self) -> dict[str, float]:
         """Log what the whole run came to, and return it; then ``train_end`` is to be told."""
         trainer, state = self._trainer, self._trainer.state
-        steps = state.global_step - self._first
+        steps = state.global_step - self._begun
         order, args = self._training.order, trainer.args
         samples = order.num_rows * args.num_train_epochs
         if args.max_steps > 0:
@@ -167,7 +168,7 @@ class CallbackEvents:
             num_steps=steps,
         )
         metrics["total_flos"] = state.total_flos
-        metrics["train_loss"] = (self._whole_loss + self._loss) / max(steps, 0.001)
+        metrics["train_loss"] = self._standing.mean_loss
         trainer.log(metrics)
         return metrics
 
@@ -196,8 +197,11 @@ class CallbackEvents:
         ]
         if checkpoint is None:
             state: Any = TrainerState(stateful_callbacks=exported)  # type: ignore[arg-type, unused-ignore]
+            self._standing = Standing()
         else:
             state = _state_of(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
+            self._standing = kept(state.stateful_callbacks, run.training.done)
+            restore_patience(exported, state.stateful_callbacks)
         trainer.state = state
         state.train_batch_size = trainer.train_batch_size
         state.compute_steps(trainer.args, order.total_steps)
@@ -219,8 +223,11 @@ class CallbackEvents:
         return max(1, -(-self._training.order.num_rows // size))
 
     def _epoch_after(self, step: int) -> float:
-        number = (step + self._training.passed_over - 1) % self._steps_per_epoch + 1
-        return self._epoch + min(number * self._num_microbatches, self._in_epoch) / self._in_epoch
+        if step == 0:
+            return 0.0
+        epoch, number = divmod(step + self._training.passed_over - 1, self._steps_per_epoch)
+        made = (number + 1) * self._num_microbatches
+        return epoch + min(made, self._in_epoch) / self._in_epoch
 
     def _count(self, batch: Mapping[str, Any]) -> None:
         """Tokens and operations of a step, which has all weights multiply all tokens six times."""
@@ -231,13 +238,19 @@ class CallbackEvents:
         if seen not in ("no", False):
             state.num_input_tokens_seen += tokens if seen == "non_padding" else ids.numel()
 
-    def _add_loss(self) -> None:
-        record, state = self._training.last, self._trainer.state
-        assert record is not None, "a step has ended"
-        loss = record.loss
-        if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
-            loss = self._loss / (1 + state.global_step - self._last_logged)
-        self._loss += loss
+    def _note(self, step: int) -> None:
+        """Have the state after ``step``: the next one, or one before, if others were taken back."""
+        state, standing, last = self._trainer.state, self._standing, self._training.last
+        if step == state.global_step:
+            return
+        standing.forget_after(step)
+        if standing.counted < step:
+            assert last is not None, "a step was made"
+            loss, losses = last.loss, standing.losses
+            if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
+                loss = sum(losses) / (1 + len(losses))
+            losses.append(loss)
+        state.global_step, state.epoch = step, self._epoch_after(step)
 
     # ---- what is wanted
 
@@ -258,15 +271,71 @@ class CallbackEvents:
         is_timed = run.job.config.save_strategy == "minutes" and (is_last or run.saver.is_due)
         return run.folder.is_saving_asked() or is_timed
 
+    def _after_step(self) -> None:
+        training = self._training
+        self._follow_up()
+        is_last = (training.done + training.passed_over) % self._steps_per_epoch == 0
+        if is_last or self._is_broken_off:
+            self._end_epoch()
+
+    def _owed(self) -> list[str]:
+        """What is to follow the steps done and has not yet; see `Standing`."""
+        control, step = self._trainer.control, self._training.done
+        if step > self._told["end"]:
+            return ["step_end"]
+        if step < self._told["end"] or step == 0:
+            return []
+        owed = {
+            "should_log": control.should_log and step > self._standing.last_logged,
+            "should_evaluate": control.should_evaluate,
+            "metrics": not (self._is_evaluated or control.should_evaluate),
+            "epoch_end": self._is_in_epoch and not self._is_ending,
+        }
+        return [name for name, is_owed in owed.items() if is_owed]
+
+    def _catch_up(self) -> None:
+        """Do what was owed when the run ended that is gone on with."""
+        owes, training = self._standing.owes, self._training
+        self._standing.owes = []
+        position = training.done + training.passed_over
+        is_last = position % self._steps_per_epoch == 0
+        if not owes or (owes == ["epoch_end"] and not is_last):
+            return
+        self._epoch = (position - 1) // self._steps_per_epoch
+        self._is_in_epoch = "step_end" in owes or "epoch_end" in owes
+        if "step_end" in owes:
+            self._tell("on_step_end")
+        for flag in ("should_log", "should_evaluate"):
+            if flag in owes:
+                setattr(self._trainer.control, flag, True)
+        if "metrics" in owes:
+            self._take_metrics(self._measured())
+        if self._is_in_epoch:
+            self._after_step()
+        else:
+            self._follow_up()
+            self._epoch = position // self._steps_per_epoch
+        self._is_over = self._is_over or self._trainer.control.should_training_stop
+
+    def _measured(self) -> dict[str, float]:
+        """Of the last evaluation, which was logged."""
+        state = self._trainer.state
+        found: dict[str, float] = {}
+        for record in state.log_history:
+            if record.get("step") == state.global_step:
+                found |= {name: x for name, x in record.items() if name.startswith("eval_")}
+        return found
+
     def _end_epoch(self) -> None:
         training, control = self._training, self._trainer.control
+        self._is_ending = True
         self._tell("on_epoch_end")
         self._follow_up()
         made = (training.done + training.passed_over) % self._steps_per_epoch
         starts = self._epoch * self._steps_per_epoch
         if control.should_epoch_stop and (made or training.done + training.passed_over == starts):
             training.passed_over += self._steps_per_epoch - made
-        self._is_in_epoch = False
+        self._is_in_epoch = self._is_ending = False
         self._epoch += 1
         is_all = self._epoch >= self._trainer.state.num_train_epochs
         self._is_over = bool(control.should_training_stop or is_all)
@@ -275,11 +344,13 @@ class CallbackEvents:
         """Log, evaluate and save as the flags say."""
         trainer = self._trainer
         control, state = trainer.control, trainer.state
-        if control.should_log and state.global_step > self._last_logged:
+        if control.should_log and state.global_step > self._standing.last_logged:
             self._log()
         if trainer.control.should_evaluate:
+            self._is_evaluated = False
             metrics = trainer.evaluate_now()
             is_new_best = self._take_metrics(metrics)
+            self._is_evaluated = True
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_new_best
             elif is_new_best and trainer.keeps_best:
@@ -291,8 +362,7 @@ class CallbackEvents:
         training, trainer = self._training, self._trainer
         training.settle()
         record = training.log.take()
-        step = trainer.state.global_step
-        logs: dict[str, Any] = {"loss": self._loss / (step - self._last_logged)}
+        logs: dict[str, Any] = {"loss": self._standing.take()}
         if training.log.last_norm is not None:
             logs["grad_norm"] = training.log.last_norm
         if training.last is not None:
@@ -302,8 +372,6 @@ class CallbackEvents:
             training.log.show(record)
             if record.seconds > 0:
                 logs["tokens_per_second"] = round(record.tokens / record.seconds, 1)
-        self._whole_loss += self._loss
-        self._loss, self._last_logged = 0.0, step
         trainer.log(logs, start_time=self._started)
 
     def _take_metrics(self, metrics: Mapping[str, float]) -> bool:

@@ -75,7 +75,8 @@ def _cut_evenly(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> An
 
 def _is_padded_right(batch: Mapping[str, Any]) -> bool:
     """Whether rows can be sorted by length and made as narrow as their longest."""
-    if batch.keys() - {"attention_mask", "input_ids", "labels"} or "attention_mask" not in batch:
+    flags = {"output_router_logits"}
+    if batch.keys() - flags - {"attention_mask", "input_ids", "labels"} or "attention_mask" not in batch:
         return False
     mask = batch["attention_mask"]
     if mask.dim() != 2 or not mask.any(dim=1).all():

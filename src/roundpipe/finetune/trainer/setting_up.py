@@ -6,13 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, ModelError
 from roundpipe.finetune.run.own_loss import OwnLoss
 from roundpipe.finetune.run.prepare import Given, Read, prepare
 from roundpipe.finetune.run.steps import wrapped_for_run
 from roundpipe.finetune.trainer.datasets import Preparing
 from roundpipe.finetune.trainer.loading import loaded, method_of
 from roundpipe.finetune.trainer.optimizers import names_of, over_masters
+from roundpipe.finetune.trainer.router_loss import (
+    WithRouterLoss,
+    no_router_loss,
+    set_router_loss,
+)
 from roundpipe.finetune.trainer.tokens import tokenizer_from
 from roundpipe.roundpipe import RoundPipe
 
@@ -104,11 +109,28 @@ def set_up(
         loss=None if function is None else OwnLoss(function),
     )
     job = until.enter_context(prepare(config, terminal, environment=environment, given=how))
+    job, has_router_loss = _with_router_loss(job, told)
     names = names_of(job.model)
-    is_wrapped = isinstance(model, RoundPipe)
-    pipe = model if is_wrapped else until.enter_context(wrapped_for_run(job))
+    pipe = model if isinstance(model, RoundPipe) else _wrapped(job, until, has_router_loss)
     optimizing = over_masters(wishes.optimizers, pipe, names)
     return Parts(job, pipe, read["data"], read["preparing"], optimizing)
+
+
+def _with_router_loss(job: Job, told: Told) -> tuple[Job, bool]:
+    """The job with the loss of a mixture's router where args add it, and whether there is one."""
+    if not told.adds_router_loss or job.loss is not None:  # which sees the model's logits alone
+        return job, False
+    weight = set_router_loss(job.model, getattr(told.arguments, "router_aux_loss_coef", None))
+    return (replace(job, batches=WithRouterLoss(job.batches)), True) if weight else (job, False)
+
+
+def _wrapped(job: Job, until: contextlib.ExitStack, has_router_loss: bool) -> RoundPipe:
+    try:
+        return until.enter_context(wrapped_for_run(job))
+    except ModelError as error:
+        if has_router_loss and "output_router_logits" in str(error):
+            raise no_router_loss(job.model, error) from error
+        raise
 
 
 def _require_fitting(wishes: Wishes, config: TrainConfig) -> None:

@@ -41,13 +41,15 @@ class Told:
     """What `arguments.read_arguments` came to.
 
     ``config`` is final but for what rows decide (`datasets.Data.config`). ``arguments`` are what
-    callbacks see. ``notes``: lines to be said of what became another.
+    callbacks see. ``notes``: lines to be said of what became another. ``adds_router_loss``: to a
+    mixture's loss, as TRL does.
     """
 
     config: TrainConfig
     arguments: TrainingArguments
     notes: list[str] = field(default_factory=list)
     preparation: Preparation = field(default_factory=Preparation)
+    adds_router_loss: bool = False
 
     @property
     def is_theirs(self) -> bool:
