@@ -8,6 +8,7 @@ the site's table of contents. Nothing is fetched: no inventories, no fonts.
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ project = "RoundPipe"
 author = "the RoundPipe authors"
 copyright = author
 version = release = VERSION[1] if VERSION else ""
+
+# Imported for the reference; says then what it would be without on a card.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 root_doc = "docs/index"
@@ -82,10 +86,11 @@ def _list_pages(app: Sphinx, page: str, source: list[str]) -> None:
     if page not in INDICES:
         return
     for section in re.split(r"^## ", source[0], flags=re.MULTILINE):
-        pages = re.findall(r"^- \[[^]]*\]\(([^)#:]+\.md)\)", section, re.MULTILINE)
+        pages = re.findall(r"^- \[([^]]*)\]\(([^)#:]+\.md)\)", section, re.MULTILINE)
         if pages:
+            entries = [f"{title.replace('`', '')} <{place}>" for title, place in pages]
             options = ":hidden:\n" + (f":caption: {section.splitlines()[0]}\n" * (page == root_doc))
-            source[0] += f"\n```{{toctree}}\n{options}\n" + "\n".join(pages) + "\n```\n"
+            source[0] += f"\n```{{toctree}}\n{options}\n" + "\n".join(entries) + "\n```\n"
 
 
 def _write_front_door(app: Sphinx, failure: Exception | None) -> None:

@@ -150,7 +150,6 @@ def test_what_is_not_done_here_is_refused_by_name(fields: dict[str, Any], said: 
     [
         ({"loss_type": "dft"}, "loss_type=dft"),
         ({"truncation_mode": "keep_end"}, "truncation_mode"),
-        ({"router_aux_loss_coef": 0.01}, "router_aux_loss_coef"),
         ({"dataset_kwargs": {"add_special_tokens": False}}, "dataset_kwargs"),
         ({"packing": True, "max_length": None}, "packing"),
         ({"model_init_kwargs": {"rope_scaling": {}, "max_position_embeddings": 4}}, "rope|max_pos"),

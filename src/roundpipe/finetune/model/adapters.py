@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from roundpipe.finetune.model.source import ModelSource
     from roundpipe.finetune.settings.config import TrainConfig
 
+# As peft 0.21 has them, in a function of its own
+_STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_READ_BY_KERNELS = r"(?:.*\.)?(?:out_proj|conv1d)"
+
 
 @dataclass(frozen=True)
 class ParameterCounts:
@@ -74,6 +78,7 @@ def add_adapter(
     _require_named(lora, model)
     _leave_out_routed(lora, model)
     _leave_out_unread(lora, model)
+    _leave_out_fused(lora, model)
     try:
         with torch.random.fork_rng(devices=[]), quiet_peft():
             torch.manual_seed(seed)
@@ -118,9 +123,10 @@ def lora_config(config: TrainConfig) -> LoraConfig:
     try:
         return LoraConfig(**{**fields, **(config.peft or {})})
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"peft: {error}\nhint: the keys under peft are the fields of LoraConfig of peft"
-        ) from error
+        hint = "the keys under peft are the fields of LoraConfig of peft"
+        if config.target_modules == ALL_LINEAR and "`target_modules`" in str(error):
+            hint = "target_modules=q_proj,v_proj names them; all-linear is not for this field"
+        raise ConfigError(f"peft: {error}\nhint: {hint}") from error
 
 
 def _require_named(lora: LoraConfig, model: nn.Module) -> None:
@@ -195,6 +201,17 @@ def _leave_out_unread(lora: LoraConfig, model: PreTrainedModel) -> None:
     towers = rf"({'|'.join(map(re.escape, others))})(\..*)?"
     said = lora.exclude_modules
     lora.exclude_modules = f"(?:{said})|{towers}" if said else towers
+
+
+def _leave_out_fused(lora: LoraConfig, model: PreTrainedModel) -> None:
+    """Keep ``all-linear`` off what a state-space model's fused kernels read past the adapter.
+
+    peft (0.21) refuses the whole adapter instead. Not where the user said what to leave out.
+    """
+    if lora.target_modules != ALL_LINEAR or lora.exclude_modules:
+        return
+    if model.config.model_type in _STATE_SPACE:
+        lora.exclude_modules = _READ_BY_KERNELS
 
 
 def refuse_packed(model: nn.Module) -> None:

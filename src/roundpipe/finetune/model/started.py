@@ -84,7 +84,7 @@ def start_from(
     with named("adapter_name_or_path"):
         check_texts(folder)
         lora = _settings(folder, given, is_packed=is_packed)
-        read_header(folder / _WEIGHTS)
+        _require_numbers(folder / _WEIGHTS)
     told = lora.base_model_name_or_path
     say(f"starts from the adapter {given} (r={lora.r}); its settings count, lora_* keys do not")
     if told and told not in (source.given, source.hub_id, source.location):
@@ -107,12 +107,27 @@ def start_from(
     wrong = [*loaded.missing_keys, *loaded.unexpected_keys]
     if wrong:
         kind = "lacks" if loaded.missing_keys else "holds what the model has no place for:"
+        is_its_base = told in (source.given, source.hub_id, source.location)
+        hint = f"model_name_or_path={told or 'its own base'}"
         raise ConfigError(
             f"adapter_name_or_path: {given} does not fit {source.given}: its file {kind} "
-            f"{wrong[0]} ({len(wrong)} in all)\nhint: model_name_or_path={told or 'its own base'}"
+            f"{wrong[0]} ({len(wrong)} in all)\n"
+            f"hint: {'the file is not as peft wrote it: save it again' if is_its_base else hint}"
         )
     set_base(wrapped, source)
     return wrapped  # type: ignore[no-any-return, unused-ignore]
+
+
+def _require_numbers(path: Path) -> None:
+    """Raise ConfigError for a torn file, and for whole numbers, which peft would put in place."""
+    tensors = read_header(path).values()
+    whole = (t for t in tensors if ".lora_" in t.name and not t.dtype.is_floating_point)
+    found = next(whole, None)
+    if found is not None:
+        raise ConfigError(
+            f"weights that are no floating point numbers: {path}: {found.name} is "
+            f"{str(found.dtype).removeprefix('torch.')}\nhint: save the adapter again with peft"
+        )
 
 
 def _settings(folder: Path, given: str, *, is_packed: bool) -> LoraConfig:

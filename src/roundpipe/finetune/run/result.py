@@ -88,7 +88,7 @@ def _result(job: Job) -> Result:
         has_template=bool(job.tokenizer.chat_template),
         is_packed=job.base.is_packed,
         dtype=str(base.dtype).removeprefix("torch."),
-        is_tied=bool(base.config.get_text_config().tie_word_embeddings),
+        is_tied=bool(getattr(base, "all_tied_weights_keys", None)),
     )
 
 

@@ -126,7 +126,6 @@ class Training:
             self.optimizer, is_async=config.staleness == 1, max_grad_norm=config.max_grad_norm
         )
         self._given, self.done = result, step
-        self.events.updated()
         self.last = record = StepRecord(
             step=step,
             epoch=self.order.epoch(step + self.passed_over),
@@ -139,6 +138,7 @@ class Training:
         )
         self._started = time.perf_counter()
         self.log.add(record, result)
+        self.events.updated()  # last: whoever fails here finds the step counted
 
     def settle(self) -> None:
         """Wait for the last given step, log it and move the learning rate on.

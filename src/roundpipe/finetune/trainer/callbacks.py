@@ -27,41 +27,31 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers import integrations, trainer_utils
-from transformers.trainer_callback import (
-    DefaultFlowCallback,
-    EarlyStoppingCallback,
-    ExportableState,
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerState,
-)
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from roundpipe.finetune.output.earlier import STATE_FILE
-from roundpipe.finetune.output.terminal import in_notebook
+from roundpipe.finetune.trainer.evaluating import speed
 from roundpipe.finetune.trainer.standing import Standing, keep, kept, restore_patience
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from roundpipe.finetune.run.steps import Run
     from roundpipe.finetune.run.training import Training
+    from roundpipe.finetune.trainer.epochs import Epochs
     from roundpipe.finetune.trainer.trainer import RoundPipeTrainer
 
 
 class CallbackEvents:
     """Events of one ``train()``; keeps a trainer's ``state`` and follows its ``control``."""
 
-    def __init__(self, trainer: RoundPipeTrainer, *, num_microbatches: int) -> None:
-        """``num_microbatches``: of a step, as accumulation counts them."""
-        self._trainer = trainer
-        self._num_microbatches = num_microbatches
+    def __init__(self, trainer: RoundPipeTrainer, epochs: Epochs) -> None:
+        self._trainer, self._epochs = trainer, epochs
         self._run: Run | None = None
         self._epoch = 0  # that is trained, or comes next
-        self._is_in_epoch = self._is_ending = False
-        self._is_over = False
+        self._is_in_epoch = self._is_ending = self._is_saving = False
+        self._is_over = self._is_given_up = False
         self._told = {"begin": 0, "gradients": 0, "update": 0, "end": 0}  # the last step of each
         self._standing = Standing()
         self._is_evaluated = True  # and its metrics are taken
@@ -82,7 +72,7 @@ class CallbackEvents:
         self._begin_state(run)
         self._begun = training.done
         self._told = dict.fromkeys(self._told, training.done)
-        self._epoch = (training.done + training.passed_over) // self._steps_per_epoch
+        self._epoch = (training.done + training.passed_over) // self._epochs.steps
         self._started = time.time()
         handler = trainer.callback_handler
         handler.model, handler.optimizer = trainer.model, training.optimizer
@@ -93,6 +83,12 @@ class CallbackEvents:
             trainer.evaluate_now()
         self._is_over = self._epoch >= trainer.state.num_train_epochs
         self._catch_up()
+        if self._is_given_up and not self._is_over:
+            run.terminal.line(
+                f"early_stopping_patience had ended training after step {training.done}"
+                "\nhint: a larger one goes on"
+            )
+            self._is_over = True
 
     def step_begins(self, step: int) -> bool:
         """Tell ``epoch_begin`` and ``step_begin``; False where a callback breaks the step off."""
@@ -103,7 +99,7 @@ class CallbackEvents:
             return True
         self._told["begin"] = step
         self._tell("on_step_begin")
-        for _ in range(self._microbatches_of(step) - 1):
+        for _ in range(self._epochs.microbatches_of(step + self._training.passed_over) - 1):
             self._tell("on_substep_end")
             if self._is_broken_off:
                 self._told["begin"] = step - 1
@@ -136,10 +132,7 @@ class CallbackEvents:
             return
         self._told["end"] = step
         self._note(step)
-        self._tell("on_step_end")
-        if self._is_saving_asked():
-            self._trainer.control.should_save = True
-        self._after_step()
+        self._end_step()
 
     def trainer_state(self) -> dict[str, Any]:
         """transformers' own state, callbacks' states among it."""
@@ -183,10 +176,6 @@ class CallbackEvents:
         assert self._run is not None, "begin first"
         return self._run.training
 
-    @property
-    def _steps_per_epoch(self) -> int:
-        return self._training.order.steps_per_epoch
-
     def _begin_state(self, run: Run) -> None:
         trainer, order = self._trainer, run.training.order
         checkpoint = run.folder.earlier.checkpoint
@@ -201,7 +190,7 @@ class CallbackEvents:
         else:
             state = _state_of(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
             self._standing = kept(state.stateful_callbacks, run.training.done)
-            restore_patience(exported, state.stateful_callbacks)
+            self._is_given_up = restore_patience(exported, state.stateful_callbacks)
         trainer.state = state
         state.train_batch_size = trainer.train_batch_size
         state.compute_steps(trainer.args, order.total_steps)
@@ -210,24 +199,6 @@ class CallbackEvents:
         if trainer.args.max_steps > 0:
             epochs = order.total_steps / order.steps_per_epoch
         state.num_train_epochs = math.ceil(epochs)
-
-    def _microbatches_of(self, step: int) -> int:
-        """Microbatches of a step, as accumulation counts them; of an epoch's last one the rest."""
-        number = (step + self._training.passed_over - 1) % self._steps_per_epoch
-        return min(self._num_microbatches, self._in_epoch - number * self._num_microbatches)
-
-    @property
-    def _in_epoch(self) -> int:
-        """Microbatches of an epoch, as accumulation counts them."""
-        size: int = self._trainer.train_batch_size
-        return max(1, -(-self._training.order.num_rows // size))
-
-    def _epoch_after(self, step: int) -> float:
-        if step == 0:
-            return 0.0
-        epoch, number = divmod(step + self._training.passed_over - 1, self._steps_per_epoch)
-        made = (number + 1) * self._num_microbatches
-        return epoch + min(made, self._in_epoch) / self._in_epoch
 
     def _count(self, batch: Mapping[str, Any]) -> None:
         """Tokens and operations of a step, which has all weights multiply all tokens six times."""
@@ -250,13 +221,10 @@ class CallbackEvents:
             if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
                 loss = sum(losses) / (1 + len(losses))
             losses.append(loss)
-        state.global_step, state.epoch = step, self._epoch_after(step)
+            standing.learning_rate = last.learning_rate
+        state.global_step, state.epoch = step, self._epochs.after(step + self._training.passed_over)
 
     # ---- what is wanted
-
-    @property
-    def _is_stopped(self) -> bool:
-        return self._run is not None and self._run.stop.is_asked
 
     @property
     def _is_broken_off(self) -> bool:
@@ -271,11 +239,14 @@ class CallbackEvents:
         is_timed = run.job.config.save_strategy == "minutes" and (is_last or run.saver.is_due)
         return run.folder.is_saving_asked() or is_timed
 
-    def _after_step(self) -> None:
-        training = self._training
-        self._follow_up()
-        is_last = (training.done + training.passed_over) % self._steps_per_epoch == 0
-        if is_last or self._is_broken_off:
+    def _end_step(self, *, is_told: bool = False) -> None:
+        training, control = self._training, self._trainer.control
+        if not is_told:
+            self._tell("on_step_end")
+        if self._is_saving_asked():
+            control.should_save = True
+        is_last = (training.done + training.passed_over) % self._epochs.steps == 0
+        if self._follow_up() and (is_last or self._is_broken_off):
             self._end_epoch()
 
     def _owed(self) -> list[str]:
@@ -288,67 +259,63 @@ class CallbackEvents:
         owed = {
             "should_log": control.should_log and step > self._standing.last_logged,
             "should_evaluate": control.should_evaluate,
+            "should_save": control.should_save and not self._is_saving,
             "metrics": not (self._is_evaluated or control.should_evaluate),
             "epoch_end": self._is_in_epoch and not self._is_ending,
+            "should_epoch_stop": self._is_in_epoch and control.should_epoch_stop,
         }
         return [name for name, is_owed in owed.items() if is_owed]
 
     def _catch_up(self) -> None:
         """Do what was owed when the run ended that is gone on with."""
-        owes, training = self._standing.owes, self._training
-        self._standing.owes = []
+        owes, self._standing.owes = set(self._standing.owes), []
+        training, control = self._training, self._trainer.control
         position = training.done + training.passed_over
-        is_last = position % self._steps_per_epoch == 0
-        if not owes or (owes == ["epoch_end"] and not is_last):
+        if not owes or (owes == {"epoch_end"} and position % self._epochs.steps):
             return
-        self._epoch = (position - 1) // self._steps_per_epoch
-        self._is_in_epoch = "step_end" in owes or "epoch_end" in owes
-        if "step_end" in owes:
-            self._tell("on_step_end")
-        for flag in ("should_log", "should_evaluate"):
-            if flag in owes:
-                setattr(self._trainer.control, flag, True)
-        if "metrics" in owes:
-            self._take_metrics(self._measured())
-        if self._is_in_epoch:
-            self._after_step()
-        else:
-            self._follow_up()
-            self._epoch = position // self._steps_per_epoch
-        self._is_over = self._is_over or self._trainer.control.should_training_stop
+        for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop"):
+            setattr(control, flag, flag in owes)
+        self._is_evaluated = "metrics" not in owes
+        self._epoch = (position - 1) // self._epochs.steps
+        if owes & {"step_end", "epoch_end"}:
+            self._is_in_epoch = True
+            self._end_step(is_told="step_end" not in owes)
+        elif self._follow_up() and control.should_epoch_stop:
+            self._pass_over_rest()
+        self._epoch = (training.done + training.passed_over) // self._epochs.steps
+        self._is_in_epoch = False  # as transformers has it, which tells of its beginning again
+        is_all = self._epoch >= self._trainer.state.num_train_epochs
+        self._is_over = bool(control.should_training_stop or is_all)
 
-    def _measured(self) -> dict[str, float]:
-        """Of the last evaluation, which was logged."""
-        state = self._trainer.state
-        found: dict[str, float] = {}
-        for record in state.log_history:
-            if record.get("step") == state.global_step:
-                found |= {name: x for name, x in record.items() if name.startswith("eval_")}
-        return found
+    def _pass_over_rest(self) -> None:
+        """Have the next step be the first of the next epoch."""
+        training, starts = self._training, self._epoch * self._epochs.steps
+        made = (training.done + training.passed_over) % self._epochs.steps
+        if made or training.done + training.passed_over == starts:
+            training.passed_over += self._epochs.steps - made
 
     def _end_epoch(self) -> None:
-        training, control = self._training, self._trainer.control
+        control = self._trainer.control
         self._is_ending = True
         self._tell("on_epoch_end")
         self._follow_up()
-        made = (training.done + training.passed_over) % self._steps_per_epoch
-        starts = self._epoch * self._steps_per_epoch
-        if control.should_epoch_stop and (made or training.done + training.passed_over == starts):
-            training.passed_over += self._steps_per_epoch - made
+        if control.should_epoch_stop:
+            self._pass_over_rest()
         self._is_in_epoch = self._is_ending = False
         self._epoch += 1
         is_all = self._epoch >= self._trainer.state.num_train_epochs
         self._is_over = bool(control.should_training_stop or is_all)
 
-    def _follow_up(self) -> None:
-        """Log, evaluate and save as the flags say."""
+    def _follow_up(self) -> bool:
+        """Log, evaluate and save as the flags say; whether nothing of it is owed."""
         trainer = self._trainer
         control, state = trainer.control, trainer.state
         if control.should_log and state.global_step > self._standing.last_logged:
             self._log()
-        if trainer.control.should_evaluate:
-            self._is_evaluated = False
-            metrics = trainer.evaluate_now()
+        if trainer.control.should_evaluate or not self._is_evaluated:
+            metrics = self._metrics()
+            if metrics is None:
+                return False
             is_new_best = self._take_metrics(metrics)
             self._is_evaluated = True
             if trainer.args.save_strategy == SaveStrategy.BEST:
@@ -357,6 +324,22 @@ class CallbackEvents:
                 trainer.control.should_save = True
         if trainer.control.should_save:
             self._save()
+        return True
+
+    def _metrics(self) -> dict[str, float] | None:
+        """Of an evaluation, or of one whose metrics were not taken yet; None: it was cut short."""
+        trainer = self._trainer
+        if not trainer.control.should_evaluate:
+            step, found = trainer.state.global_step, {}
+            for record in trainer.state.log_history:
+                found |= record if record.get("step") == step else {}
+            return found
+        self._is_evaluated = False
+        metrics: dict[str, float] = trainer.evaluate_now()
+        if not trainer.is_evaluation_whole:
+            trainer.control.should_evaluate = True
+            return None
+        return metrics
 
     def _log(self) -> None:
         training, trainer = self._training, self._trainer
@@ -365,8 +348,8 @@ class CallbackEvents:
         logs: dict[str, Any] = {"loss": self._standing.take()}
         if training.log.last_norm is not None:
             logs["grad_norm"] = training.log.last_norm
-        if training.last is not None:
-            logs["learning_rate"] = training.last.learning_rate
+        if self._standing.learning_rate is not None:
+            logs["learning_rate"] = self._standing.learning_rate
         logs["num_tokens"] = training.log.num_tokens
         if record is not None:
             training.log.show(record)
@@ -377,7 +360,7 @@ class CallbackEvents:
     def _take_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are the best so far, by the metric that args name."""
         args, state = self._trainer.args, self._trainer.state
-        if args.metric_for_best_model is None or self._is_stopped:
+        if args.metric_for_best_model is None:
             return False
         value = metrics[self._trainer.best_metric_name(metrics)]
         best = state.best_metric
@@ -395,6 +378,7 @@ class CallbackEvents:
     def _save(self) -> None:
         run, training, state = self._run, self._training, self._trainer.state
         assert run is not None
+        self._is_saving = True
         training.settle()
         is_best = state.best_global_step == training.done
         if is_best:
@@ -404,6 +388,7 @@ class CallbackEvents:
         run.folder.saving_done()
         if self._is_watched("on_save"):
             run.saver.wait()  # callbacks find the files
+        self._is_saving = False
         self._tell("on_save")
 
     # ---- callbacks
@@ -418,33 +403,6 @@ class CallbackEvents:
         own = getattr(TrainerCallback, event)
         callbacks = self._trainer.callback_handler.callbacks
         return any(getattr(type(each), event, own) is not own for each in callbacks)
-
-
-def speed(kind: str, started: float, **counts: float | None) -> dict[str, float]:
-    """``KIND_runtime`` in seconds since ``started`` (`time.time`), and what was done per second."""
-    module: Any = trainer_utils
-    metrics: dict[str, float] = module.speed_metrics(kind, started, **counts)
-    return metrics
-
-
-def callbacks_for(arguments: Any, callbacks: Sequence[Any], patience: int | None) -> list[Any]:
-    """The callbacks of a trainer in their order: those of transformers, then the user's.
-
-    ``patience``: of a config that stops early.
-    """
-    shown: Any = PrinterCallback if arguments.disable_tqdm else _progress_callback()
-    stops = [] if patience is None else [EarlyStoppingCallback(patience)]
-    integrated: Any = integrations
-    reporting = integrated.get_reporting_integration_callbacks(arguments.report_to)
-    return [DefaultFlowCallback, *reporting, *callbacks, *stops, shown]
-
-
-def _progress_callback() -> Any:
-    if not in_notebook():
-        return ProgressCallback
-    from transformers.utils.notebook import NotebookProgressCallback  # noqa: PLC0415, of IPython
-
-    return NotebookProgressCallback
 
 
 def _state_of(told: dict[str, Any]) -> TrainerState:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # Offsets for attention kernels that read rows end to end; position_ids say the same to all others.
 _OF_KERNELS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
 
+# Arguments that hold nothing of a row beside its tokens, or nothing of rows at all.
+_OF_ROWS = {"attention_mask", "input_ids", "labels", "output_router_logits"}
+
 
 @dataclass(frozen=True)
 class CollatorBatches:
@@ -75,8 +78,7 @@ def _cut_evenly(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> An
 
 def _is_padded_right(batch: Mapping[str, Any]) -> bool:
     """Whether rows can be sorted by length and made as narrow as their longest."""
-    flags = {"output_router_logits"}
-    if batch.keys() - flags - {"attention_mask", "input_ids", "labels"} or "attention_mask" not in batch:
+    if batch.keys() - _OF_ROWS or "attention_mask" not in batch:
         return False
     mask = batch["attention_mask"]
     if mask.dim() != 2 or not mask.any(dim=1).all():

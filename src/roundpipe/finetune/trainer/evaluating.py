@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from transformers import trainer_utils
+
 from roundpipe.finetune.run.evaluate import Evaluation, evaluate
 from roundpipe.finetune.run.retry import Splitting
 from roundpipe.finetune.run.training import batches_of, cut_of
@@ -77,3 +79,10 @@ def _by(loss: OwnLoss, pipe: RoundPipe) -> Callable[..., Any]:
         return SimpleNamespace(loss=loss.over(labels)(outputs, labels))
 
     return call
+
+
+def speed(kind: str, started: float, **counts: float | None) -> dict[str, float]:
+    """``KIND_runtime`` in seconds since ``started`` (`time.time`), and what was done per second."""
+    module: Any = trainer_utils
+    metrics: dict[str, float] = module.speed_metrics(kind, started, **counts)
+    return metrics

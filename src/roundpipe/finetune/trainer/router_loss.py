@@ -45,12 +45,12 @@ class WithRouterLoss:
         return self.inner.tokens_in(batch)
 
 
-def set_router_loss(model: Any, coefficient: float | None) -> float:
+def set_router_loss(model: Any, coefficient: float | None, *, is_wrapped: bool = False) -> float:
     """Have ``model`` add its router's loss as TRL does, and return what it is multiplied with.
 
     ``coefficient`` None: that of the model's config; 0, as for every model without experts: no such
     loss is added, whatever the config said. Raises ConfigError for a coefficient where there is no
-    router's loss.
+    router's loss, and for another one than that of a model that ``is_wrapped`` already.
     """
     text = model.config.get_text_config()
     is_there = hasattr(text, _FLAG)
@@ -63,17 +63,18 @@ def set_router_loss(model: Any, coefficient: float | None) -> float:
         return 0.0
     own = getattr(text, _COEFFICIENT) or 0.0
     wanted = float(own if coefficient is None else coefficient) if is_there else 0.0
-    _set(text, _FLAG, bool(wanted))
-    _set(text, _COEFFICIENT, wanted)
+    setattr(text, _FLAG, bool(wanted))
+    setattr(text, _COEFFICIENT, wanted)
     for module in model.modules():  # classes read it of the config when they are made
-        if hasattr(module, _COEFFICIENT):
-            _set(module, _COEFFICIENT, wanted)
+        had = getattr(module, _COEFFICIENT, wanted)
+        if wanted and had != wanted:
+            if is_wrapped:
+                raise ConfigError(
+                    f"{_COEFFICIENT}={wanted:g} changes the model, and it is in a RoundPipe already"
+                    f", with {had:g}\nhint: model=MODEL, before it is wrapped, or leave it out"
+                )
+            setattr(module, _COEFFICIENT, wanted)
     return wanted
-
-
-def _set(where: Any, name: str, value: Any) -> None:
-    if getattr(where, name, None) != value:  # a wrapped model is not to change without need
-        setattr(where, name, value)
 
 
 def no_router_loss(model: Any, error: Exception) -> ConfigError:

@@ -109,19 +109,22 @@ def set_up(
         loss=None if function is None else OwnLoss(function),
     )
     job = until.enter_context(prepare(config, terminal, environment=environment, given=how))
-    job, has_router_loss = _with_router_loss(job, told)
+    is_wrapped = isinstance(model, RoundPipe)
+    job, has_router_loss = _with_router_loss(job, told, is_wrapped=is_wrapped)
     names = names_of(job.model)
-    pipe = model if isinstance(model, RoundPipe) else _wrapped(job, until, has_router_loss)
+    pipe = model if is_wrapped else _wrapped(job, until, has_router_loss)
     optimizing = over_masters(wishes.optimizers, pipe, names)
     return Parts(job, pipe, read["data"], read["preparing"], optimizing)
 
 
-def _with_router_loss(job: Job, told: Told) -> tuple[Job, bool]:
+def _with_router_loss(job: Job, told: Told, *, is_wrapped: bool) -> tuple[Job, bool]:
     """The job with the loss of a mixture's router where args add it, and whether there is one."""
     if not told.adds_router_loss or job.loss is not None:  # which sees the model's logits alone
         return job, False
-    weight = set_router_loss(job.model, getattr(told.arguments, "router_aux_loss_coef", None))
-    return (replace(job, batches=WithRouterLoss(job.batches)), True) if weight else (job, False)
+    wanted = getattr(told.arguments, "router_aux_loss_coef", None)
+    if not set_router_loss(job.model, wanted, is_wrapped=is_wrapped):
+        return job, False
+    return replace(job, batches=WithRouterLoss(job.batches)), True
 
 
 def _wrapped(job: Job, until: contextlib.ExitStack, has_router_loss: bool) -> RoundPipe:

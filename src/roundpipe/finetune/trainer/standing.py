@@ -24,6 +24,7 @@ _NAME = "RoundPipeTrainer"  # among the states of callbacks
 class Standing:
     """``losses``: of the steps since the last record; ``logged_loss``: the sum of those before.
 
+    ``learning_rate``: of the last step.
     ``first`` and ``last_logged`` are steps. ``owes``: flags of ``TrainerControl`` that are to be
     done, ``step_end`` and ``epoch_end`` that are to be told, ``metrics`` that are to be taken.
     """
@@ -32,6 +33,7 @@ class Standing:
     last_logged: int = 0
     logged_loss: float = 0.0
     losses: list[float] = field(default_factory=list)
+    learning_rate: float | None = None
     owes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -79,11 +81,12 @@ def kept(states: dict[str, Any] | None, step: int) -> Standing:
     return standing if standing.counted == step else Standing.at(step)
 
 
-def restore_patience(callbacks: Iterable[Any], states: dict[str, Any] | None) -> None:
-    """Have early stopping count on where it was."""
+def restore_patience(callbacks: Iterable[Any], states: dict[str, Any] | None) -> bool:
+    """Have early stopping count on where it was; whether its patience was at an end there."""
     told = (states or {}).get(EarlyStoppingCallback.__name__)
     found = [each for each in callbacks if isinstance(each, EarlyStoppingCallback)]
-    if len(found) == 1 and isinstance(told, dict):
-        found[0].early_stopping_patience_counter = int(
-            told["attributes"]["early_stopping_patience_counter"]
-        )
+    if len(found) != 1 or not isinstance(told, dict):
+        return False
+    count = int(told["attributes"]["early_stopping_patience_counter"])
+    found[0].early_stopping_patience_counter = count
+    return count >= found[0].early_stopping_patience

@@ -37,8 +37,9 @@ from roundpipe.finetune.run.steps import (
 from roundpipe.finetune.run.training import Optimizing, make_optimizer
 from roundpipe.finetune.trainer.accelerator import OneProcess
 from roundpipe.finetune.trainer.arguments import read_arguments
-from roundpipe.finetune.trainer.callbacks import CallbackEvents, callbacks_for, speed
-from roundpipe.finetune.trainer.evaluating import Evaluating
+from roundpipe.finetune.trainer.callbacks import CallbackEvents
+from roundpipe.finetune.trainer.epochs import Epochs
+from roundpipe.finetune.trainer.evaluating import Evaluating, speed
 from roundpipe.finetune.trainer.familiar import Familiar
 from roundpipe.finetune.trainer.loaders import Batches
 from roundpipe.finetune.trainer.loading import num_matrix_weights
@@ -52,6 +53,7 @@ from roundpipe.finetune.trainer.refusals import (
 from roundpipe.finetune.trainer.result import save_as_run, save_to
 from roundpipe.finetune.trainer.setting_up import Wishes, set_up
 from roundpipe.finetune.trainer.showing import LinesOnly
+from roundpipe.finetune.trainer.usual_callbacks import callbacks_for
 from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
@@ -154,6 +156,7 @@ class RoundPipeTrainer(Familiar):
         samples = job.dataset.samples
         self.train_batches = Batches(job, samples, self.train_batch_size, self.train_dataset)
         self._run: Run | None = None
+        self.is_evaluation_whole = True  # False: Ctrl-C came meanwhile
         self._ignored_keys: list[str] | None = None
         size = max(1, self.args.per_device_eval_batch_size * len(job.devices))
         self._evaluating = Evaluating(job, self.model, rows=size)
@@ -196,8 +199,8 @@ class RoundPipeTrainer(Familiar):
                 self._terminal.line(line)
             compare_content(self._made.job, folder.earlier, self._terminal.line)
             torch.manual_seed(self.config.seed)
-            count = self.args.gradient_accumulation_steps
-            events = CallbackEvents(self, num_microbatches=count)
+            order, count = self._made.job.order, self.args.gradient_accumulation_steps
+            events = CallbackEvents(self, Epochs(order, self.train_batch_size, count))
             around = Around(
                 folder,
                 self._terminal,
@@ -261,6 +264,7 @@ class RoundPipeTrainer(Familiar):
 
     def evaluate_now(self) -> dict[str, float]:
         """Evaluate because callbacks want it, through whatever a subclass makes of `evaluate`."""
+        self.is_evaluation_whole = True
         return self.evaluate(ignore_keys=self._ignored_keys)
 
     def best_metric_name(self, metrics: Mapping[str, float]) -> str:
@@ -297,6 +301,7 @@ class RoundPipeTrainer(Familiar):
 
         found = self._evaluating.loss_on(samples, run=self._run, tell=tell, say=self._terminal.line)
         if not found.is_whole:
+            self.is_evaluation_whole = False
             return {}
         metrics: dict[str, float] = {f"{prefix}_loss": found.loss}
         steps = math.ceil(len(samples) / self._evaluating.rows)

@@ -29,6 +29,7 @@ from roundpipe.finetune.output.model_card import CARD_FILE, Card, write_card
 from roundpipe.finetune.output.result_files import save_result, tokenizer_bytes
 from roundpipe.finetune.output.usage import QUESTION, Result, short_lines
 from roundpipe.finetune.use.comparing import Difference, logits_of, sample_ids
+from roundpipe.finetune.use.merge_checks import require_same_weights
 from roundpipe.finetune.use.merge_wish import MERGE_FILE, MERGE_FORMAT, require_free
 from roundpipe.finetune.use.merged_weights import (
     MergedWeights,
@@ -135,13 +136,14 @@ class _Merging:
         base_folder = loaded.base.folder
         with self._whole() as place:
             self._write(place, target, weights, base_folder, size)
+            samples, asked = weights.samples, weights.num_asked
             del loaded, weights
             gc.collect()
             self._require_stock_keys(place)
-            difference = self._compared(place, ids, live, size, dtype)
+            difference = self._compared(place, ids, live, samples, size, dtype)
             merged = Merged(self.wanted.folder, dtype, size, parted, difference)
             self._write_about(place, merged, target, base_folder)
-        self._show(merged, target)
+        self._show(merged, target, asked)
         return merged
 
     def _load(self, *, is_packed: bool | None = None) -> Loaded:
@@ -238,7 +240,13 @@ class _Merging:
             )
 
     def _compared(
-        self, place: Path, ids: Tensor, live: Tensor, size: int, dtype: torch.dtype
+        self,
+        place: Path,
+        ids: Tensor,
+        live: Tensor,
+        samples: Mapping[str, Tensor],
+        size: int,
+        dtype: torch.dtype,
     ) -> Difference | None:
         """How far what was written is from the live model. Raises where that is too far."""
         memory = host_memory()
@@ -255,6 +263,7 @@ class _Merging:
                 dtype=self.dtype,
                 is_packed=False,
             )
+            require_same_weights(samples, merged.model.state_dict())
             difference = Difference.of(live, self._logits(merged, ids))
         names = {_NAMES[each] for each in (dtype, self.dtype)}
         most = max(_ANOTHER[name] for name in names)
@@ -305,9 +314,11 @@ class _Merging:
             dtype=str(merged.dtype).removeprefix("torch."),
         )
 
-    def _show(self, merged: Merged, target: Any) -> None:
+    def _show(self, merged: Merged, target: Any, asked: int) -> None:
         say, count = self.terminal.line, short_count(_count_of(target))
         say("checked: stock transformers finds every weight, and no other")
+        if asked:
+            say(f"checked: {asked} merged modules give in fp32 what they gave with the adapter")
         if merged.difference is not None:
             of = "before" if self.subject.adapter is None else "the model with its adapter"
             say(f"against {of}: {merged.difference.line()}")

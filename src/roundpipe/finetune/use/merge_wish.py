@@ -51,7 +51,7 @@ def read_wanted(request: Request, subject: Subject) -> Wanted:
             "hint: leave it out"
         )
     shown = _place(request, subject)
-    folder = Path(shown).expanduser()
+    folder = Path(shown).expanduser().resolve()  # a link stays one, and what it leads to is filled
     require_free(folder, shown)
     return Wanted(folder, shown, dtype, is_original=base == "original")
 

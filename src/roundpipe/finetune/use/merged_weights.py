@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.finetune.use.merge_checks import question_for, require_same_layer, sample_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,12 +55,19 @@ class MergedWeights(Mapping[str, Tensor]):
         self._places = dict(_outermost(base))
         self._made: tuple[str, dict[str, Tensor]] | None = None
         self._done = 0
+        self._asked: set[str] = set()
+        self.samples: dict[str, Tensor] = {}
         self.tell = tell
 
     @property
     def num_merged(self) -> int:
         """Modules that something of the adapter is put into."""
         return len(self._places)
+
+    @property
+    def num_asked(self) -> int:
+        """Of these, how many have given the same output before and after, in fp32."""
+        return len(self._asked)
 
     def is_touched(self, name: str) -> bool:
         """Whether the adapter has a part in a weight."""
@@ -72,13 +80,14 @@ class MergedWeights(Mapping[str, Tensor]):
             return self._value(self._tensor(name))
         if self._made is None or self._made[0] != place:
             self._made = None  # before the next one is made
-            self._made = (place, self._merged(self._places[place]))
+            self._made = (place, self._merged(place))
         return self._made[1][name.removeprefix(f"{place}.")]
 
     def __getitem__(self, name: str) -> Tensor:
         like = self._like[name]
         tensor = self.exact(name).detach().to(like.dtype)
         assert tensor.shape == like.shape, f"{name}: {tensor.shape}, not {like.shape}"
+        self.samples[name] = sample_of(tensor)
         self._done += tensor.nbytes
         self.tell(self._done)
         return tensor
@@ -106,8 +115,12 @@ class MergedWeights(Mapping[str, Tensor]):
         packed = self._packed.get(tensor)
         return tensor.detach() if packed is None else packed.unpack()
 
-    def _merged(self, module: nn.Module) -> dict[str, Tensor]:
-        """The tensors of a module of peft once it is merged, by their names in the base."""
+    def _merged(self, place: str) -> dict[str, Tensor]:
+        """The tensors of a module of peft once it is merged, by their names in the base.
+
+        Raises RoundPipeError where the merged module gives another output.
+        """
+        module = self._places[place]
         own = [*module.parameters(), *module.buffers()]
         # What hangs elsewhere too (an embedding whose tokens a head shares) is read, not copied.
         memo: dict[int, Any] = {id(p): p for p in self._base.parameters()}
@@ -115,6 +128,8 @@ class MergedWeights(Mapping[str, Tensor]):
         copied: Any = copy.deepcopy(module, memo)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # of bf16 and of what is merged already
+            question = question_for(copied)
+            before = None if question is None else copied(question)
             if hasattr(copied, "unload_and_optionally_merge_module"):
                 plain = copied.unload_and_optionally_merge_module(
                     merge=True, safe_merge=False, adapter_names=None
@@ -122,6 +137,9 @@ class MergedWeights(Mapping[str, Tensor]):
             else:
                 copied.merge(safe_merge=False, adapter_names=None)
                 plain = copied.get_base_layer()
+            if before is not None:
+                require_same_layer(place, before, plain(question))
+                self._asked.add(place)
         return {
             name: tensor
             for name, tensor in plain.state_dict(keep_vars=True).items()
@@ -157,10 +175,24 @@ def require_mergeable(model: Any) -> None:
             f"an adapter over layers that are there twice (layer_replication) cannot be merged: "
             f"they share the weights of the base\n{way_out}"
         )
+    without = next(_without_bias(model), None)
+    if without is not None:
+        raise ConfigError(
+            "an adapter with a bias of its own (lora_bias) over a layer that has none cannot be "
+            f"merged: {without}\n{way_out}"
+        )
     try:
         model.base_model._check_merge_allowed()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"the adapter cannot be merged: {error}\n{way_out}") from error
+
+
+def _without_bias(model: Any) -> Iterator[str]:
+    """Layers without a bias whose adapter has one: the model's class has no place for it."""
+    for name, module in model.get_base_model().named_modules():
+        has_own = any((getattr(module, "lora_bias", None) or {}).values())
+        if has_own and getattr(module.get_base_layer(), "bias", None) is None:
+            yield name
 
 
 def bare_copy(model: Any) -> Any:

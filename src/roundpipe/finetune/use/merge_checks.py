@@ -1,0 +1,86 @@
+"""What tells a merged model from another more sharply than logits do.
+
+Rounding to 16 bits moves logits by some hundredths of their spread, and a layer whose adapter was
+added wrongly, or not at all, may move them by less. So each layer is asked by itself, in fp32 and
+before anything is rounded; and each weight that was opened again is compared with what was made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe.errors import RoundPipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ROWS = 4
+_TOKENS = 512
+_SAMPLES = 1024  # elements of a weight
+# Of the root of the mean squared output: sums in another order, in fp32, over some ten thousand.
+_ANOTHER = 1e-4
+_REPORT = "hint: use the adapter with peft as it is, and please report this"
+
+
+def question_for(module: nn.Module) -> Tensor | None:
+    """An input that a layer can be told by; None for one that is no product and no table.
+
+    ``module``: of peft, in fp32. The same each time; no random state is touched.
+    """
+    inner: Any = module
+    while hasattr(inner, "base_layer") or hasattr(inner, "original_module"):
+        inner = getattr(inner, "base_layer", None) or inner.original_module
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors):
+        return None
+    if type(inner) is nn.Embedding or hasattr(inner, "embed_scale"):
+        return torch.arange(0, len(inner.weight), max(1, len(inner.weight) // _TOKENS))
+    width = _width(inner)
+    if width is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(_ROWS, width, generator=generator)
+
+
+def _width(inner: nn.Module) -> int | None:
+    if type(inner) is nn.Linear:
+        return inner.in_features
+    if type(inner).__name__ == "Conv1D":  # of transformers: a matrix the other way round
+        return int(inner.weight.shape[0])  # type: ignore[operator, index, union-attr]
+    return None
+
+
+def require_same_layer(name: str, before: Tensor, after: Tensor) -> None:
+    """Raise RoundPipeError where a merged layer gives another output than the one with its adapter.
+
+    Both in fp32, of the same input.
+    """
+    gap = (before - after).square().mean().sqrt()
+    size = before.square().mean().sqrt()
+    if not gap <= _ANOTHER * size:
+        raise RoundPipeError(
+            f"a merged layer is another than with its adapter: {name}: its output differs by "
+            f"{float(gap):.2g}, and is {float(size):.2g} large\n{_REPORT}"
+        )
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Some of a weight's elements, from all over it."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
+
+
+def require_same_weights(made: Mapping[str, Tensor], opened: Mapping[str, Any]) -> None:
+    """Raise RoundPipeError where a weight that was opened again is not the one that was made.
+
+    ``made``: samples by `sample_of`; ``opened``: the weights, maybe in another dtype.
+    """
+    for name, sample in made.items():
+        found = sample_of(opened[name])
+        if not torch.equal(found, sample.to(found.dtype)):
+            raise RoundPipeError(
+                f"a weight that was written is opened as another: {name}\n{_REPORT}"
+            )
