@@ -123,7 +123,12 @@ def test_a_command_in_the_docs_is_understood(
     options = {"why", "json", "trace", "html"}
     if words[0] in ("chat", "eval", "merge", "export"):  # their values are tried where pages are
         module = importlib.import_module(f"roundpipe.cli.{words[0].replace('export', 'merge')}")
-        own = {"answer_pattern", "prompt", *getattr(module, "OPTIONS", ()), *module._OPTIONS}
+        own = {
+            "answer_pattern",
+            "prompt",
+            *getattr(module, "OPTIONS", ()),
+            *getattr(module, "_OPTIONS", ()),
+        }
         given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words[2:]}
         assert given <= KNOWN | own
     if words[0] == doctor.__name__:

@@ -207,7 +207,8 @@ class Case:
     def loss(self, run: Path) -> tuple[float, Sequence[Any]]:
         terminal = Terminal(io.StringIO())
         subject, _ = _subject(run, terminal)
-        config = scored_config(self.config, Choice())
+        whole = {} if run == self.run else {"finetuning_type": "lora"}  # as a bare model is read
+        config = scored_config(self.config.model_copy(update=whole), Choice())
         tokenizer = open_tokenizer(subject, config, terminal)
         data = load_scored(config, Choice(), tokenizer, terminal, environment={})
         exam = Exam(data.samples, config, tokenizer, ())

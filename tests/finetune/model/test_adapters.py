@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import multimodal_cases
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.model.adapters import ParameterCounts, add_adapter, count_parameters
@@ -160,6 +160,19 @@ def test_what_is_excluded_by_the_user_and_modules_that_are_named_stay(
         model.model.layers[0].mlp = Mixture()
         adapted = adapted_in(add_adapter(model, config_of(**changes), FOLDER, seed=1))
         assert {f"model.layers.0.mlp.{name}" for name in expected} <= adapted
+
+
+def test_all_linear_leaves_out_what_fused_kernels_read_past_an_adapter(config_of: Any) -> None:
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 32}
+    model = AutoModelForCausalLM.from_config(MambaConfig(**sizes))
+    adapted = adapted_in(add_adapter(model, config_of(), FOLDER, seed=1))
+    assert {name.rpartition(".")[2] for name in adapted} == {"in_proj", "x_proj", "dt_proj"}
+
+
+def test_some_layers_alone_need_modules_by_name(tiny: ModuleType, config_of: Any) -> None:
+    config = config_of(peft={"layers_to_transform": [1]})
+    with pytest.raises(ConfigError, match=r"layers_to_transform.*\nhint: target_modules=q_proj"):
+        add_adapter(tiny.tiny_model(), config, FOLDER, seed=1)
 
 
 def test_a_dense_model_excludes_nothing(tiny: ModuleType, config_of: Any) -> None:

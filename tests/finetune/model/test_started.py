@@ -100,7 +100,16 @@ def test_a_key_that_is_missing_is_an_error(config_of: Any, copied: Path) -> None
     weights = load_file(copied / "adapter_model.safetensors")
     del weights["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
     save_file(weights, copied / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"its file lacks .*layers\.1\..*lora_B.*\(1 in all\)"):
+    lacks = r"its file lacks .*layers\.1\..*lora_B.*\(1 in all\)\nhint: the file is not as peft"
+    with pytest.raises(ConfigError, match=lacks):
+        prepared(config_of(adapter_name_or_path=str(copied)))
+
+
+def test_weights_of_whole_numbers_are_refused(config_of: Any, copied: Path) -> None:
+    weights = load_file(copied / "adapter_model.safetensors")
+    whole = {name: tensor.to(torch.int8) for name, tensor in weights.items()}
+    save_file(whole, copied / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"no floating point numbers: .*lora_A.* is int8"):
         prepared(config_of(adapter_name_or_path=str(copied)))
 
 

@@ -13,6 +13,7 @@ import torch
 import tqdm
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file
 from tests.finetune.tiny_model import tiny_tokenizer, write_tiny_data, write_tiny_folder
 from tests.models import multimodal_cases
@@ -26,6 +27,7 @@ from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.use import merge as merging
 from roundpipe.finetune.use.comparing import logits_of
 from roundpipe.finetune.use.merge import Merged, merge
+from roundpipe.finetune.use.merge_checks import require_same_weights, sample_of
 from roundpipe.finetune.use.merge_wish import read_wanted
 from roundpipe.finetune.use.merged_weights import MergedWeights
 from roundpipe.finetune.use.opened import open_subject
@@ -371,6 +373,52 @@ def test_what_is_not_the_live_model_gets_no_name(
     with pytest.raises(RoundPipeError, match="what was written is another model: logits of"):
         _merge(adapter)
     assert not (adapter / "merged").exists()
+
+
+def test_a_layer_that_is_merged_wrongly_is_found_below_the_rounding_of_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    adapter = _adapter(tmp_path, _llama().to(torch.bfloat16), lora_alpha=4)
+    whole = Linear.get_delta_weight
+
+    def short_of_a_twentieth(layer: Any, name: str) -> Tensor:
+        delta: Tensor = whole(layer, name)
+        return delta * (0.95 if layer.in_features == SIZES["intermediate_size"] else 1)
+
+    monkeypatch.setattr(Linear, "get_delta_weight", short_of_a_twentieth)
+    with pytest.raises(RoundPipeError, match=r"a merged layer is another.*layers\.0\.mlp\.down"):
+        _merge(adapter)
+    assert not (adapter / "merged").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_changed_places_in_the_files_are_found(dtype: torch.dtype) -> None:
+    made = {"up": torch.randn(50, 70), "down": torch.randn(50, 70)}
+    samples = {name: sample_of(tensor.half()) for name, tensor in made.items()}
+    opened = {name: tensor.half().to(dtype) for name, tensor in made.items()}
+    require_same_weights(samples, opened)
+    opened["up"], opened["down"] = opened["down"], opened["up"]
+    with pytest.raises(RoundPipeError, match="is opened as another: up"):
+        require_same_weights(samples, opened)
+
+
+def test_a_bias_that_the_base_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
+    adapter = _adapter(tmp_path, _llama(), target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(
+        ConfigError, match=r"lora_bias.*: model\.layers\.0\.self_attn\.q_proj\nhint: use it with"
+    ):
+        _merge(adapter)
+
+
+def test_a_link_to_a_folder_stays_one_and_the_folder_is_filled(tmp_path: Path) -> None:
+    adapter = _adapter(tmp_path, _llama(), target_modules=["q_proj"])
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    _merge(adapter, f"output_dir={tmp_path / 'link'}")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "model.safetensors").is_file()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roundpipe.errors import ConfigError
 from roundpipe.finetune.data.packing import Packing, pack
 from roundpipe.finetune.data.permutation import permuted
 
@@ -63,17 +64,19 @@ class Order:
         *,
         lengths: Numbers,
         packing: Packing | None = None,
+        multiple: int = 1,
     ) -> None:
-        """``lengths``: tokens of each row."""
+        """``lengths``: tokens of each row; ``multiple``: see `in_whole`."""
         self.packing = packing
-        self.num_rows = sum(part.taken for part in parts)
+        self._by_weight = sum(part.taken for part in parts)
+        self.num_rows = self._by_weight // multiple * multiple
         self.steps_per_epoch = -(-self.num_rows // config.batch_size)
         by_epochs = max(1, math.ceil(config.num_train_epochs * self.steps_per_epoch))
         self.total_steps = config.max_steps or by_epochs
         self._batch_size = config.batch_size
         self._strategy = config.train_sampling_strategy
         self._seed = config.seed if config.data_seed is None else config.data_seed
-        self._parts = tuple(parts)
+        self._config, self._parts = config, tuple(parts)
         self._lengths = lengths
         self._sorted: tuple[tuple[int, int], Numbers] | None = None  # the newest megabatch
 
@@ -105,6 +108,24 @@ class Order:
         part = _Part.of(0, len(packing.tokens), 1.0)
         return cls(config, [part], packing=packing, lengths=packing.tokens)
 
+    def in_whole(self, multiple: int) -> Order:
+        """The same order, of which each epoch leaves out what makes no ``multiple`` of rows.
+
+        Raises ConfigError where nothing would be left.
+        """
+        if multiple > self._by_weight:
+            raise ConfigError(
+                f"dataloader_drop_last leaves nothing of {self._by_weight:,} rows in batches of "
+                f"{multiple:,}\nhint: dataloader_drop_last=False"
+            )
+        return Order(
+            self._config,
+            self._parts,
+            lengths=self._lengths,
+            packing=self.packing,
+            multiple=multiple,
+        )
+
     def rows(self, step: int) -> list[tuple[int, ...]]:
         """The samples of each row that the ``step``-th step trains; fewer in an epoch's last."""
         assert step >= 1, step
@@ -127,9 +148,11 @@ class Order:
                 f"packing: {len(self.packing.order):,} samples in {total:,} rows of up to "
                 f"{self.longest:,} tokens, {100 * self.packing.share_filled:.0f} % filled"
             )
-        if self.num_rows != total:
-            what = "samples" if self.packing is None else "rows"
-            lines.append(f"by weight an epoch sees {self.num_rows:,} of {total:,} {what}")
+        what = "samples" if self.packing is None else "rows"
+        if self._by_weight != total:
+            lines.append(f"by weight an epoch sees {self._by_weight:,} of {total:,} {what}")
+        if left := self._by_weight - self.num_rows:
+            lines.append(f"each epoch leaves out {left:,} {what}, which make no whole batch")
         return lines
 
     def epoch(self, step: int) -> float:
@@ -156,7 +179,7 @@ class Order:
         """The rows at these places of an epoch."""
         is_mixed = len(self._parts) > 1 and self._strategy != "sequential"
         if is_mixed:
-            places = permuted(places, self.num_rows, f"{self._seed}/epoch {epoch}")
+            places = permuted(places, self._by_weight, f"{self._seed}/epoch {epoch}")
         found = np.empty_like(places)
         start = 0
         for at, part in enumerate(self._parts):

@@ -35,6 +35,7 @@ TRANSLATED = _by_field(
             logging_strategy save_steps save_strategy""",
         "batch_size, with the number of devices": """
             gradient_accumulation_steps per_device_train_batch_size""",
+        "whether a short last batch of an epoch is trained": "dataloader_drop_last",
         "samples of one prediction step": "per_device_eval_batch_size",
         "dtype": "bf16 fp16",
         "devices: cpu": "use_cpu",
@@ -87,7 +88,6 @@ NEEDLESS = _by_field(
             hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token""",
         "a resumed run goes on at its place in the data": "ignore_data_skip",
         "the same command gives the same bits": "full_determinism",
-        "a short last batch is trained as it is": "dataloader_drop_last",
         "samples are tokenised before the first step": """
             dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
             dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor

@@ -21,7 +21,6 @@ A step that is given again, because a device's memory was short, is told of once
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from roundpipe.finetune.output.earlier import STATE_FILE
 from roundpipe.finetune.trainer.evaluating import speed
-from roundpipe.finetune.trainer.standing import Standing, keep, kept, restore_patience
+from roundpipe.finetune.trainer.standing import Standing, going_on, keep, metrics_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -188,9 +187,9 @@ class CallbackEvents:
             state: Any = TrainerState(stateful_callbacks=exported)  # type: ignore[arg-type, unused-ignore]
             self._standing = Standing()
         else:
-            state = _state_of(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
-            self._standing = kept(state.stateful_callbacks, run.training.done)
-            self._is_given_up = restore_patience(exported, state.stateful_callbacks)
+            state, self._standing, self._is_given_up = going_on(
+                checkpoint / STATE_FILE, exported, step=run.training.done
+            )
         trainer.state = state
         state.train_batch_size = trainer.train_batch_size
         state.compute_steps(trainer.args, order.total_steps)
@@ -330,10 +329,7 @@ class CallbackEvents:
         """Of an evaluation, or of one whose metrics were not taken yet; None: it was cut short."""
         trainer = self._trainer
         if not trainer.control.should_evaluate:
-            step, found = trainer.state.global_step, {}
-            for record in trainer.state.log_history:
-                found |= record if record.get("step") == step else {}
-            return found
+            return metrics_of(trainer.state)
         self._is_evaluated = False
         metrics: dict[str, float] = trainer.evaluate_now()
         if not trainer.is_evaluation_whole:
@@ -403,9 +399,3 @@ class CallbackEvents:
         own = getattr(TrainerCallback, event)
         callbacks = self._trainer.callback_handler.callbacks
         return any(getattr(type(each), event, own) is not own for each in callbacks)
-
-
-def _state_of(told: dict[str, Any]) -> TrainerState:
-    """A state from a checkpoint's ``trainer_state.json``, also that of a run of the command."""
-    known = TrainerState.__dataclass_fields__
-    return TrainerState(**{name: value for name, value in told.items() if name in known})

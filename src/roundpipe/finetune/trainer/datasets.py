@@ -97,7 +97,8 @@ class Preparing:
             )
             evals = self._evals(eval_dataset, account)
             evals = evals or ({"": dataset.eval_samples} if dataset.eval_samples else {})
-            return Data(config, dataset, evals, Order.of(config, dataset), self._collating())
+            order = self._whole(Order.of(config, dataset), config)
+            return Data(config, dataset, evals, order, self._collating())
         samples, reader, packing = self._train(train_dataset, account)
         if not len(samples):
             raise _nothing(account, config)
@@ -110,7 +111,15 @@ class Preparing:
             config = config.model_copy(update={"train_sampling_strategy": "sequential"})
         dataset = _dataset(samples, evals, account, config)
         order = Order.of(config, dataset) if packing is None else Order.packed(config, packing)
+        order = order if is_stream(train_dataset) else self._whole(order, config)
         return Data(config, dataset, evals, order, self._collating())
+
+    def _whole(self, order: Order, config: TrainConfig) -> Order:
+        """The order without the short last batch of an epoch, where args say so."""
+        arguments = self.told.arguments
+        if not self.told.is_theirs or not arguments.dataloader_drop_last:
+            return order
+        return order.in_whole(max(1, config.batch_size // arguments.gradient_accumulation_steps))
 
     def evaluation(self, eval_dataset: Any) -> dict[str, Any]:
         """Samples of datasets to evaluate on, by name, ``""`` for one without."""

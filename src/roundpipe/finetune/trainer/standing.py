@@ -9,13 +9,15 @@ transformers' Trainer keeps neither, and counts the patience of early stopping f
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_callback import EarlyStoppingCallback
+from transformers.trainer_callback import EarlyStoppingCallback, TrainerState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 _NAME = "RoundPipeTrainer"  # among the states of callbacks
 
@@ -74,16 +76,34 @@ def keep(standing: Standing, states: dict[str, Any]) -> None:
     states[_NAME] = {"args": {}, "attributes": asdict(standing)}
 
 
-def kept(states: dict[str, Any] | None, step: int) -> Standing:
-    """What a checkpoint after ``step`` steps says; one of ``roundpipe train`` says nothing."""
-    found = (states or {}).get(_NAME)
-    standing = Standing.at(step) if found is None else Standing(**found["attributes"])
-    return standing if standing.counted == step else Standing.at(step)
+def going_on(
+    file: Path, callbacks: Iterable[Any], *, step: int
+) -> tuple[TrainerState, Standing, bool]:
+    """What a checkpoint's ``trainer_state.json`` says after ``step`` steps; patience counts on.
+
+    The last of the three: whether its patience was at an end there. A checkpoint of ``roundpipe
+    train`` says less.
+    """
+    told = json.loads(file.read_text(encoding="utf-8"))
+    known = TrainerState.__dataclass_fields__
+    state = TrainerState(**{name: value for name, value in told.items() if name in known})
+    states: Any = state.stateful_callbacks
+    standing = Standing(**states[_NAME]["attributes"]) if _NAME in states else Standing.at(step)
+    if standing.counted != step:
+        standing = Standing.at(step)
+    return state, standing, _restore_patience(callbacks, states)
 
 
-def restore_patience(callbacks: Iterable[Any], states: dict[str, Any] | None) -> bool:
-    """Have early stopping count on where it was; whether its patience was at an end there."""
-    told = (states or {}).get(EarlyStoppingCallback.__name__)
+def metrics_of(state: TrainerState) -> dict[str, float]:
+    """What was logged after the last step, evaluations among it."""
+    found: dict[str, float] = {}
+    for record in state.log_history or ():
+        found |= record if record.get("step") == state.global_step else {}
+    return found
+
+
+def _restore_patience(callbacks: Iterable[Any], states: dict[str, Any]) -> bool:
+    told = states.get(EarlyStoppingCallback.__name__)
     found = [each for each in callbacks if isinstance(each, EarlyStoppingCallback)]
     if len(found) != 1 or not isinstance(told, dict):
         return False

@@ -144,9 +144,8 @@ class RoundPipeTrainer(Familiar):
         job, self.model = self._made.job, self._made.pipe
         self.config: TrainConfig = job.config
         self.processing_class = processing_class if processing_class is not None else job.tokenizer
-        self.train_batch_size = max(
-            1, job.config.batch_size // self.args.gradient_accumulation_steps
-        )
+        size = job.config.batch_size // self.args.gradient_accumulation_steps
+        self.train_batch_size = max(1, size)
         self.num_matrix_weights = num_matrix_weights(job.model)
         device = job.devices[0].torch_device
         self.accelerator = OneProcess(device, write=self._terminal.line)
@@ -158,8 +157,8 @@ class RoundPipeTrainer(Familiar):
         self._run: Run | None = None
         self.is_evaluation_whole = True  # False: Ctrl-C came meanwhile
         self._ignored_keys: list[str] | None = None
-        size = max(1, self.args.per_device_eval_batch_size * len(job.devices))
-        self._evaluating = Evaluating(job, self.model, rows=size)
+        per_device: int = self.args.per_device_eval_batch_size
+        self._evaluating = Evaluating(job, self.model, max(1, per_device * len(job.devices)))
         given = callbacks_for(self.args, callbacks, job.config.early_stopping_patience)
         handler: Any = CallbackHandler
         self.callback_handler = handler(
@@ -199,8 +198,8 @@ class RoundPipeTrainer(Familiar):
                 self._terminal.line(line)
             compare_content(self._made.job, folder.earlier, self._terminal.line)
             torch.manual_seed(self.config.seed)
-            order, count = self._made.job.order, self.args.gradient_accumulation_steps
-            events = CallbackEvents(self, Epochs(order, self.train_batch_size, count))
+            sizes = (self.train_batch_size, self.args.gradient_accumulation_steps)
+            events = CallbackEvents(self, Epochs(self._made.job.order, *sizes))
             around = Around(
                 folder,
                 self._terminal,

@@ -146,7 +146,7 @@ class _Into:
 
     def _take(self, number: int, sample: Sample) -> None:
         if self.reader.config.packing and self.reader.how.packing_strategy == "wrapped":
-            self._rest.append(sample)
+            self._rest.append(self._behind_others(sample))
             limit = self.reader.config.max_length
             while sum(map(len, self._rest)) >= limit:
                 whole = _joined(self._rest)
@@ -154,6 +154,16 @@ class _Into:
                 self._keep(number, Sample(whole.input_ids[:limit], whole.labels[:limit]))
             return
         self._keep(number, sample)
+
+    def _behind_others(self, sample: Sample) -> Sample:
+        """A sample within a wrapped row: where all is trained, so is its first token.
+
+        What stands before it in the row predicts it, as in TRL.
+        """
+        labels = sample.labels.copy()
+        if labels[1:].size and np.array_equal(labels[1:], sample.input_ids[1:]):
+            labels[0] = sample.input_ids[0]
+        return Sample(sample.input_ids, labels)
 
     def _keep(self, number: int, sample: Sample) -> None:
         labels = sample.labels.copy()

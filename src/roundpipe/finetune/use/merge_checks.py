@@ -37,7 +37,10 @@ def question_for(module: nn.Module) -> Tensor | None:
     if any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors):
         return None
     if type(inner) is nn.Embedding or hasattr(inner, "embed_scale"):
-        return torch.arange(0, len(inner.weight), max(1, len(inner.weight) // _TOKENS))
+        some = range(0, len(inner.weight), max(1, len(inner.weight) // _TOKENS))
+        trained = [getattr(part, "token_indices", None) or {} for part in module.modules()]
+        own = [token for each in trained for tokens in each.values() for token in tokens]
+        return torch.tensor([*some, *own])
     width = _width(inner)
     if width is None:
         return None
