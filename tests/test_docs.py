@@ -177,6 +177,8 @@ def test_a_machine_file_or_a_config_in_the_docs_is_read(
             Path(other.file).parent.mkdir(parents=True, exist_ok=True)
             Path(other.file).write_text(other.text)
     given = {} if values.keys() & MODEL_KEYS else {"model": "m"}
+    if not values.keys() & {"dataset", "datasets", "dataset_name"}:
+        given["dataset"] = "my.jsonl"  # a plan needs none
     config, _ = make_config({**given, **values})
     assert config.dataset
 

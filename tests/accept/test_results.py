@@ -112,7 +112,10 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
     "rslora": lambda _: {"use_rslora": True},
     "dora": lambda _: {"use_dora": True},
     "pissa": lambda _: {"peft": {"init_lora_weights": "pissa"}},
-    "lora_bias": lambda _: {"peft": {"lora_bias": True}},
+    "lora_bias": lambda family: {
+        "target_modules": [_query(family)],
+        "peft": {"lora_bias": True},
+    },
     "bias all": lambda _: {"peft": {"bias": "all"}},
     "head": lambda _: {"modules_to_save": ["lm_head"]},
     "table": lambda family: {"modules_to_save": [_TABLE.get(family, "embed_tokens")]},
@@ -300,3 +303,55 @@ def apart(one: Tensor, other: Tensor) -> float:
     """Root of the mean squared difference, as a share of the spread of ``one``."""
     spread = (one - one.mean(-1, keepdim=True)).square().mean().sqrt()
     return float((one - other).square().mean().sqrt() / spread)
+
+
+_EVERY = [(family, method) for family in FAMILIES for method in ("lora", "bf16")]
+_KINDS = [("llama, tied", method) for method in METHODS if method not in ("lora", "bf16")]
+_KINDS = [case for case in _KINDS if case[1] not in ("experts", "lora_bias", "some layers")]
+_BESIDE = [
+    ("qwen2", "lora_bias"),
+    ("qwen3_moe", "experts"),
+    ("mixtral", "experts"),
+    ("gpt_oss", "experts"),
+    ("gpt2", "dora"),
+    ("gpt2", "head"),
+    ("gpt2", "adapter on table"),
+    ("gemma3", "adapter on table"),
+    ("gemma3", "some tokens"),
+    ("gemma3", "both as one"),
+    ("opt", "table"),
+    ("mamba", "dora"),
+    ("phi3", "dora"),
+    ("deepseek_v3", "dora"),
+    ("gemma3, sees", "head"),
+    ("qwen2_vl, sees", "full"),
+]
+
+
+@pytest.mark.parametrize(("family", "method"), [*_EVERY, *_KINDS, *_BESIDE])
+def test_a_result_is_one_model_in_every_library(family: str, method: str, tmp_path: Path) -> None:
+    case = Case(tmp_path, family, method)
+    case.train()
+    is_low = "bf16" in method
+    live, answers = case.live()
+    loss, samples = case.loss(case.run)
+    if method != "qlora":  # stock peft has no such base on a CPU
+        model = case.stock()
+        assert apart(live, plain_logits(model)) < (3e-2 if is_low else 1e-5)
+        assert loss == pytest.approx(plain_loss(model, samples), rel=5e-3 if is_low else 1e-5)
+        if not is_low:  # where two tokens are as likely, rounding decides
+            tokenizer = transformers.AutoTokenizer.from_pretrained(case.run)
+            assert answers == plain_answers(model, tokenizer)
+    if (case.run / "adapter_config.json").is_file():
+        _is_merged(case, live, loss, is_low=is_low)
+
+
+def _is_merged(case: Case, live: Tensor, loss: float, *, is_low: bool) -> None:
+    made, _ = case.merge()
+    dtype = torch.bfloat16 if is_low else torch.float32
+    merged = stock_model(case.kind, made.folder, dtype)
+    base = stock_model(case.kind, case.folder / "base", dtype)
+    rounding = 5e-2 if is_low else 1e-5
+    assert apart(live, plain_logits(merged)) < rounding
+    assert apart(live, plain_logits(base)) > 5e-3
+    assert case.loss(made.folder)[0] == pytest.approx(loss, rel=1e-2 if is_low else 1e-5)

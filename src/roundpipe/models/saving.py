@@ -109,7 +109,11 @@ def save_adapter(
     shards = plan_shards([{key: _bare(tensor) for key, tensor in tensors.items()}], None)
     config = copy.copy(model.peft_config[name])
     config.inference_mode = True
-    generation = getattr(model.get_base_model(), "generation_config", None)
+    base = model.get_base_model()
+    if config.task_type is None:  # peft's own classes then tell by this what to open
+        kind = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+        config.auto_mapping = kind
+    generation = getattr(base, "generation_config", None)
     with _moved_when_whole(folder) as place:
         file = place / ADAPTER_FILE
         written = write_shard(file, shards[0].tensors, [tensors])

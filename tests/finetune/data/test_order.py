@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roundpipe.errors import ConfigError
 from roundpipe.finetune.data.order import Order
 from roundpipe.finetune.settings.config import make_config
 
@@ -200,3 +201,18 @@ def test_a_part_of_which_all_was_held_out_takes_no_place(packing: bool) -> None:
     order = order_of([3] * 4, parts=((0, 4, 1.0), (4, 4, 1.0)), packing=packing)
     assert sorted(samples_of_epoch(order, 0)) == [0, 1, 2, 3]
     assert sorted(samples_of_epoch(order, 1)) == [0, 1, 2, 3]
+
+
+def test_what_makes_no_whole_batch_is_left_out_of_every_epoch() -> None:
+    lengths = range(1, 15)
+    order = order_of(lengths, train_sampling_strategy="sequential", batch_size=8).in_whole(4)
+    assert (order.num_rows, order.steps_per_epoch) == (12, 2)
+    for epoch in (0, 1, 3):
+        assert samples_of_epoch(order, epoch) == list(range(12))
+    assert order.describe() == ["each epoch leaves out 2 samples, which make no whole batch"]
+    mixed = order_of(lengths, batch_size=8).in_whole(4)
+    seen = [sorted(samples_of_epoch(mixed, epoch)) for epoch in range(6)]
+    assert all(len(set(each)) == 12 for each in seen)
+    assert len(set(map(tuple, seen))) > 1  # others are left out of the next
+    with pytest.raises(ConfigError, match="leaves nothing of 14 rows"):
+        order.in_whole(15)

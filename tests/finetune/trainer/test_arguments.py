@@ -50,7 +50,7 @@ def test_no_arguments_are_those_of_sft_with_the_precision_of_the_device() -> Non
     )
     assert (config.num_train_epochs, config.batch_size, config.max_length) == (3, 8, 1024)
     assert (config.output_dir, config.dtype, config.finetuning_type) == (
-        "trainer_output",
+        "model-SFT",
         "auto",
         "full",
     )

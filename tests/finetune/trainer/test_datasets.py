@@ -300,6 +300,24 @@ def test_overflow_is_cut_split_or_wrapped_as_the_strategy_says(tiny: ModuleType)
     assert tokens == [*range(5, 25), *range(30, 36)]
     assert wrapped.dataset.samples.lengths.tolist() == [8, 8, 8, 2]
     assert not wrapped.config.packing
+    trained = [label for _, labels in pairs_of(wrapped.dataset.samples) for label in labels]
+    assert trained.index(30) == 20  # a sample's first token is predicted by what it stands behind
+    assert [i for i, label in enumerate(trained) if label == -100] == [0, 8, 16, 24]
+
+
+def test_the_short_last_batch_of_an_epoch_is_dropped_where_the_arguments_say_so(
+    tiny: ModuleType,
+) -> None:
+    rows = [{"input_ids": list(range(5, 9 + i))} for i in range(7)]
+    common = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    for drops, steps, seen in ((False, 2, 7), (True, 1, 6)):
+        order = prepared(tiny, rows, sft(**common, dataloader_drop_last=drops)).order
+        assert (order.steps_per_epoch, order.num_rows) == (steps, seen)
+
+
+def test_without_data_to_train_on_a_way_out_is_named(tiny: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="train_dataset is not given"):
+        prepared(tiny, None, sft())
 
 
 def test_the_digest_changes_with_the_rows(tiny: ModuleType) -> None:

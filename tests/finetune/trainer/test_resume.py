@@ -1,4 +1,4 @@
-"""A trainer's run that ends anywhere goes on to what it would have been: bits, records, the best."""
+"""A trainer's run that ends anywhere goes on to the same bits, the same records, the same best."""
 
 from __future__ import annotations
 
@@ -73,15 +73,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Any]:
     """``runs(case, name, *callbacks)``: a trainer of its own folder."""
-    folder = tmp_path_factory.mktemp("runs")
     made: list[RoundPipeTrainer] = []
 
     def make(case: str, name: str, *callbacks: Any) -> Any:
         usual = {
-            "output_dir": str(folder / f"{case} {name}"),
+            "output_dir": str(tmp_path / name),
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 2,
             "learning_rate": 1e-2,
@@ -112,9 +111,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(runs: Any) -> Any:
+def found() -> dict[str, Any]:
+    """Outcomes that are known."""
+    return {}
+
+
+@pytest.fixture
+def whole(runs: Any, found: dict[str, Any]) -> Any:
     """``whole(case)``: what a run that never ended came to."""
-    found: dict[str, Any] = {}
 
     def outcome(case: str) -> Any:
         if case not in found:

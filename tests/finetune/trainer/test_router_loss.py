@@ -75,15 +75,19 @@ def ours(model: Any, args: Any) -> RoundPipeTrainer:
 def test_a_mixture_has_the_loss_that_trl_gives_it(tmp_path: Path, coefficient: Any) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    made = trl.SFTConfig(**usual(tmp_path), bf16=False, router_aux_loss_coef=coefficient)
+
+    def args(name: str) -> Any:
+        values = {**usual(tmp_path / name), "bf16": False, "router_aux_loss_coef": coefficient}
+        return trl.SFTConfig(**values)
+
     theirs = trl.SFTTrainer(
         mixture(),
-        made,
+        args("theirs"),
         train_dataset=datasets.Dataset.from_list(ROWS),
         processing_class=tiny_tokenizer(),
     )
     expected = losses(theirs)
-    with ours(mixture(output_router_logits=coefficient == 0.0), made) as trainer:
+    with ours(mixture(output_router_logits=coefficient == 0.0), args("ours")) as trainer:
         assert losses(trainer) == pytest.approx(expected, rel=1e-5)
 
 

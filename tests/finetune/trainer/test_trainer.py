@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import tqdm
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tests.finetune.tiny_model import tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from roundpipe import ConfigError, RoundPipe, RoundPipeTrainer
 from roundpipe.errors import NoRoomError, StepError
@@ -372,6 +372,33 @@ def test_a_hook_that_nobody_would_call_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"Mine overrides compute_loss.*\nhint: compute_loss_func"
     ):
         Mine(tiny_model(), {"output_dir": str(tmp_path)}, train_dataset=ROWS)
+
+
+def test_every_public_name_of_a_trainer_is_here_or_named_with_a_way_out(make: Any) -> None:
+    trainer = make()
+    for name in (each for each in dir(Trainer) if not each.startswith("_")):
+        if name not in dir(RoundPipeTrainer):
+            with pytest.raises(AttributeError, match=rf"{name}\nhint: "):
+                getattr(trainer, name)
+
+
+def test_an_adapter_without_a_task_is_opened_by_pefts_own_class(make: Any, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny_model().save_pretrained(base)
+    for number, task in enumerate((None, "CAUSAL_LM")):
+        lora = LoraConfig(r=4, target_modules=["q_proj"], task_type=task)
+        for at, is_given in enumerate((True, False)):
+            model = AutoModelForCausalLM.from_pretrained(base)
+            model = model if is_given else get_peft_model(model, lora)
+            trainer = make(model, more={"peft_config": lora if is_given else None}, max_steps=1)
+            trainer.save_model(tmp_path / f"{number}{at}")
+            AutoPeftModelForCausalLM.from_pretrained(tmp_path / f"{number}{at}")
+
+
+def test_an_optimizer_or_schedule_that_is_not_here_is_named_with_a_way_out(make: Any) -> None:
+    for fields in ({"optim": "adafactor"}, {"lr_scheduler_type": "polynomial"}):
+        with pytest.raises(ConfigError, match=r"optimizers=\(optimizer, scheduler\)"):
+            make(**fields)
 
 
 def test_a_launcher_of_several_processes_is_refused() -> None:

@@ -75,6 +75,7 @@ def add_adapter(
     ConfigError where peft refuses the settings.
     """
     lora = lora_config(config) if lora is None else copy.deepcopy(lora)
+    lora.task_type = lora.task_type or "CAUSAL_LM"  # by which AutoPeftModelForCausalLM opens it
     _require_named(lora, model)
     _leave_out_routed(lora, model)
     _leave_out_unread(lora, model)

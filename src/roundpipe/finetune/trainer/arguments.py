@@ -54,7 +54,7 @@ def read_arguments(  # noqa: PLR0913 - what stands beside args in a Trainer's ow
         environment=environment,
     )
     if args is None:
-        return _read_theirs(default_arguments(), about, is_default=True)
+        return _read_theirs(default_arguments(about.model_name), about, is_default=True)
     if isinstance(args, TrainConfig | dict):
         return _read_ours(args, about)
     if dataclasses.is_dataclass(args) and not isinstance(args, type) and hasattr(args, "optim"):
@@ -86,7 +86,14 @@ def _read_theirs(args: Any, about: Given, *, is_default: bool = False) -> Told:
     given = {key: value for key, value in values.items() if value is not None}
     for key in ("max_grad_norm", "save_total_limit"):  # of which none is a setting
         given[key] = values[key]
-    config, said = _config(given, about)
+    try:
+        config, said = _config(given, about)
+    except ConfigError as error:
+        if not str(error).startswith(("optim:", "lr_scheduler_type:")):
+            raise
+        what, _, way_out = str(error).partition("\nhint: ")
+        own = "optimizers=(optimizer, scheduler) over the parameters of a model of yours"
+        raise ConfigError(f"{what}\nhint: {way_out}, or {own}") from error
     preparation = preparation_of(args, is_default=is_default)
     is_sft = is_default or is_sft_config(args)
     return Told(config, args, [*notes, *said], preparation, adds_router_loss=is_sft)

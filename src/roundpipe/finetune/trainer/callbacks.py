@@ -232,9 +232,8 @@ class CallbackEvents:
 
     def _is_saving_asked(self) -> bool:
         """By a file; by the clock and at the end where the config goes by the clock."""
-        run, trainer = self._run, self._trainer
+        run, is_last = self._run, self._trainer.control.should_training_stop
         assert run is not None
-        is_last = trainer.control.should_training_stop
         is_timed = run.job.config.save_strategy == "minutes" and (is_last or run.saver.is_due)
         return run.folder.is_saving_asked() or is_timed
 

@@ -23,7 +23,7 @@ from roundpipe.finetune.trainer.collating import CollatorBatches
 from roundpipe.finetune.trainer.in_memory import is_stream, is_transformed, num_rows, rows_of
 from roundpipe.finetune.trainer.row_samples import RowSamples
 from roundpipe.finetune.trainer.sft_rows import RowReader
-from roundpipe.finetune.trainer.told import NO_LIMIT
+from roundpipe.finetune.trainer.told import IN_MEMORY, NO_LIMIT
 from roundpipe.finetune.trainer.writing import Enough, Written, write_samples
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Preparing:
         """
         account = Account()
         config = self.told.config
+        if train_dataset is None and config.dataset[0].path == IN_MEMORY:
+            raise ConfigError(
+                "train_dataset is not given, and args name none\nhint: train_dataset=DATASET; "
+                "to evaluate alone: train_dataset=eval_dataset, and evaluate() without train()"
+            )
         if train_dataset is None:
             dataset = load_dataset(
                 config, self.tokenizer, counting=self.counting, environment=self.environment

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 _SFT: dict[str, Any] = {"learning_rate": 2e-5, "logging_steps": 10}
 
 
-def default_arguments() -> TrainingArguments:
-    """What a Trainer without arguments goes by."""
+def default_arguments(model_name: str) -> TrainingArguments:
+    """What a Trainer without arguments goes by; its folder is called after the model, as in TRL."""
     from transformers import TrainingArguments  # noqa: PLC0415, seconds to import
 
-    return TrainingArguments(**_SFT)
+    last = model_name.rstrip("/").rsplit("/", 1)[-1]
+    return TrainingArguments(f"{last}-SFT", **_SFT)
 
 
 def arguments_for(config: TrainConfig) -> TrainingArguments:

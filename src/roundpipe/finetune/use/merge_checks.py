@@ -48,11 +48,11 @@ def question_for(module: nn.Module) -> Tensor | None:
     return torch.randn(_ROWS, width, generator=generator)
 
 
-def _width(inner: nn.Module) -> int | None:
+def _width(inner: Any) -> int | None:
     if type(inner) is nn.Linear:
-        return inner.in_features
+        return int(inner.in_features)
     if type(inner).__name__ == "Conv1D":  # of transformers: a matrix the other way round
-        return int(inner.weight.shape[0])  # type: ignore[operator, index, union-attr]
+        return int(inner.weight.shape[0])
     return None
 
 
