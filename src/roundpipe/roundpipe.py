@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import weakref
 from contextlib import ExitStack
@@ -325,11 +326,10 @@ class RoundPipe(Checkpointing):
     def close(self) -> None:
         """Finish what is under way, publish the newest weights and free devices and threads.
 
-        The wrapped module stays usable, with the newest weights. What hangs is left behind after a
-        few seconds. Idempotent.
+        The module stays usable, with the newest weights; what hangs is left behind. Idempotent.
         """
-        if "_closer" not in self.__dict__ or not self._closer.alive:
-            return
+        if "_closer" not in self.__dict__ or not self._closer.alive or sys.is_finalizing():
+            return  # when Python ends, devices and most of torch have ended already
         self._finish_saving()
         try:
             self._engine.drain(patient=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -399,6 +400,23 @@ def test_an_optimizer_or_schedule_that_is_not_here_is_named_with_a_way_out(make:
     for fields in ({"optim": "adafactor"}, {"lr_scheduler_type": "polynomial"}):
         with pytest.raises(ConfigError, match=r"optimizers=\(optimizer, scheduler\)"):
             make(**fields)
+
+
+def test_a_trainer_that_nobody_closed_is_left_alone_when_python_ends(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(max_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "is_finalizing", lambda: True)
+        trainer.model.close()  # as what collects the garbage does then
+    trainer.train()
+
+
+def test_a_folder_may_be_a_path_and_what_is_no_model_is_refused(make: Any, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    assert make(tmp_path / "base").config.model_name_or_path == str(tmp_path / "base")
+    with pytest.raises(ConfigError, match="model is a int"):
+        make(7)
 
 
 def test_a_launcher_of_several_processes_is_refused() -> None:

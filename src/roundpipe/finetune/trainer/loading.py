@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.model.base_model import BaseModel
@@ -17,11 +19,21 @@ from roundpipe.roundpipe import RoundPipe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
-
     from roundpipe.finetune.settings.config import TrainConfig
 
 _SAMPLES = 64  # of each weight
+
+
+def model_given(model: Any) -> Any:
+    """A model, or its name or folder as a text. Raises ConfigError for what is neither."""
+    if isinstance(model, os.PathLike):
+        return os.fspath(model)
+    if isinstance(model, str | nn.Module):
+        return model
+    raise ConfigError(
+        f"model is a {type(model).__name__}"
+        "\nhint: model=FOLDER or a hub id, a model of transformers, or a RoundPipe"
+    )
 
 
 def loaded(

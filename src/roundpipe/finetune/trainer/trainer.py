@@ -42,7 +42,7 @@ from roundpipe.finetune.trainer.epochs import Epochs
 from roundpipe.finetune.trainer.evaluating import Evaluating, speed
 from roundpipe.finetune.trainer.familiar import Familiar
 from roundpipe.finetune.trainer.loaders import Batches
-from roundpipe.finetune.trainer.loading import num_matrix_weights
+from roundpipe.finetune.trainer.loading import model_given, num_matrix_weights
 from roundpipe.finetune.trainer.place import compare_content, judge_for, place_to_resume
 from roundpipe.finetune.trainer.refusals import (
     absent,
@@ -101,6 +101,7 @@ class RoundPipeTrainer(Familiar):
         **others: Any,
     ) -> None:
         refuse_arguments(others)
+        model = model_given(model)
         refuse_overridden(type(self), RoundPipeTrainer)
         told = read_arguments(
             args,
@@ -132,8 +133,7 @@ class RoundPipeTrainer(Familiar):
         )
         with contextlib.ExitStack() as parts:
             self._made = set_up(wishes, told, self._terminal, parts, environment=environment)
-            kept = parts.pop_all()
-        self._closer = weakref.finalize(self, kept.close)
+            self._closer = weakref.finalize(self, parts.pop_all().close)
         self._closer.atexit = False  # devices have ended by then
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
