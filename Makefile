@@ -44,7 +44,7 @@ docs: $(READY)
 	@echo "docs: build/docs/index.html"
 
 accept: $(READY)
-	@$(ONE_THREAD) $(BIN)/python -m pytest -m accept --timeout=3600 -q -s $(PYTEST_ARGS)
+	@$(ONE_THREAD) $(BIN)/python -m pytest -m accept --timeout=3600 -o faulthandler_timeout=1200 -q -s $(PYTEST_ARGS)
 	@$(BIN)/python benchmarks/two_devices.py
 
 mutants: $(READY)

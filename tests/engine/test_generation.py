@@ -201,6 +201,34 @@ def test_adapters_generate_over_whole_and_packed_weights(packed):
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])  # Qwen3's head is its embedding
+def test_the_base_generates_without_adapters_and_what_they_have_trained_whole(name):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        modules_to_save=["lm_head", "embed_tokens"],
+        init_lora_weights=False,
+    )
+    base = made(name)
+    adapted = get_peft_model(copy.deepcopy(base), config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(-3)
+    asked = {**prompts(), "do_sample": False, **NEW}
+    expected, other = base.eval().generate(**asked), adapted.eval().generate(**asked)
+    assert not torch.equal(expected, other)
+    with RoundPipe(adapted, devices="cpu") as pipe:
+        for config in (RoundPipeRunConfig(), RoundPipeRunConfig(device_memory_limit=60_000)):
+            found = pipe.generate(**asked, use_adapter=False, roundpipe_run_config=config)
+            assert torch.equal(found, expected)
+            assert torch.equal(pipe.generate(**asked, roundpipe_run_config=config), other)
+    with RoundPipe(base, devices="cpu") as pipe, pytest.raises(ConfigError, match="no adapter"):
+        pipe.generate(**asked, use_adapter=False)
+
+
 def test_what_cannot_generate_is_refused_with_the_way_out():
     with (
         RoundPipe(nn.Sequential(nn.Linear(4, 4)), devices="cpu") as pipe,

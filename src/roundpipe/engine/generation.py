@@ -64,9 +64,7 @@ def generate(  # noqa: PLR0913 - what a call knows
             'hint: devices="cpu"'
         )
     with torch.inference_mode(False):
-        tree = tree_of(spec, device.torch_device)
-        if not use_adapter:
-            _disable_adapters(tree.module)
+        tree = tree_of(spec, device.torch_device, use_adapter=use_adapter)
     work = work_bytes(tree.module, args, kwargs)
     room = None if device_bytes is None else _made_room(engine, device_bytes - work)
 
@@ -110,7 +108,7 @@ def refuse_cache(spec: ModelSpec, kwargs: Mapping[str, Any] | None) -> None:
             )
 
 
-def tree_of(spec: Any, device: torch.device) -> Any:
+def tree_of(spec: Any, device: torch.device, *, use_adapter: bool = True) -> Any:
     """The whole model as a tree for ``device``; raises ModelError if it has no ``generate``."""
     if not hasattr(spec, "split"):
         raise ModelError(
@@ -119,7 +117,7 @@ def tree_of(spec: Any, device: torch.device) -> Any:
         )
     from roundpipe.models.generating import GeneratingTree  # noqa: PLC0415 (imports late)
 
-    return GeneratingTree(spec, device)
+    return GeneratingTree(spec, device, use_adapter=use_adapter)
 
 
 def _made_room(engine: Engine, device_bytes: int) -> int:
@@ -162,15 +160,6 @@ def threads_for(num_bytes: int, tokens: int, *, most: int) -> int:
     """Threads for a pass of ``tokens`` through so many bytes of weights on a CPU device."""
     work = num_bytes * max(1, tokens // _TOKENS_AT_ONCE)
     return max(1, min(most, work // _BYTES_PER_THREAD))
-
-
-def _disable_adapters(module: Any) -> None:
-    """Have a tree that is used once run without its adapters."""
-    if not hasattr(module, "disable_adapter"):
-        raise ConfigError(
-            f"{type(module).__name__} has no adapter to leave out\nhint: leave out use_adapter"
-        )
-    module.base_model.disable_adapter_layers()
 
 
 def moved(tree: Any, device: torch.device, *, caches_alone: bool = False) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.errors import ModelError
+from roundpipe.errors import ConfigError, ModelError
 from roundpipe.models.blocks import StandIn
 from roundpipe.models.causal_layers import Block
 from roundpipe.models.shell import TreeCopy, TreeShell, placeholder
@@ -92,12 +92,15 @@ class Part:
 
 class GeneratingTree:
     """See the module docstring. ``blocks``: by the index of their layer, in order.
-    ``tensors``: the user's own, of what is outside of them, by name.
+    ``tensors``: the user's own, of what is outside of them, by name. ``use_adapter``: False for the
+    base without the adapters of ``peft``.
 
     Nothing is bound; it is in evaluation mode. Making it costs about a millisecond a layer.
     """
 
-    def __init__(self, spec: CausalLMSpec, device: torch.device) -> None:
+    def __init__(
+        self, spec: CausalLMSpec, device: torch.device, *, use_adapter: bool = True
+    ) -> None:
         split = spec.split
         self.blocks: dict[int, Part] = {}
         hung: dict[nn.Module, nn.Module] = {}
@@ -109,7 +112,8 @@ class GeneratingTree:
                 hung[block] = part.module
         for block in split.uncalled:
             hung[block] = StandIn(block, _refusal(type(split.root), block))
-        apart = list(_never_read(split))
+        originals = set() if use_adapter else set(_originals(split.root))
+        apart = [module for module in _never_read(split) if module not in originals]
         idle = [home for home in split.outside if home.is_parameter and home.module in apart]
         bound = [home for home in split.outside if home not in set(idle)]
         tree = TreeCopy(
@@ -125,6 +129,8 @@ class GeneratingTree:
         for module in apart:
             tree.copy_of(module).register_forward_pre_hook(_refusal(type(split.root), module))
         tree.module.eval()
+        if not use_adapter:
+            _disable_adapters(tree.module)
 
     @property
     def module(self) -> nn.Module:
@@ -142,6 +148,23 @@ def _never_read(split: Split) -> Iterator[nn.Module]:
     read = {home.module for home in parameters if home in split.read_before | split.read_after}
     run = {*map(id, read), *map(id, split.blocks)}
     return (module for module in owners if run.isdisjoint(map(id, module.modules())))
+
+
+def _originals(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules in whose place an adapter has trained whole copies: `modules_to_save`."""
+    for module in root.modules():
+        original = getattr(module, "original_module", None)
+        if original is not None and hasattr(module, "modules_to_save"):
+            yield from original.modules()
+
+
+def _disable_adapters(module: Any) -> None:
+    """Have a tree that is used once run without its adapters."""
+    if not hasattr(module, "disable_adapter"):
+        raise ConfigError(
+            f"{type(module).__name__} has no adapter to leave out\nhint: leave out use_adapter"
+        )
+    module.base_model.disable_adapter_layers()
 
 
 def _refusal(root: type, module: nn.Module) -> Callable[..., None]:
