@@ -201,6 +201,7 @@ def test_adapters_generate_over_whole_and_packed_weights(packed):
             assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])  # Qwen3's head is its embedding
 def test_the_base_generates_without_adapters_and_what_they_have_trained_whole(name):
     from peft import LoraConfig, get_peft_model
@@ -216,15 +217,14 @@ def test_the_base_generates_without_adapters_and_what_they_have_trained_whole(na
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
-                parameter.mul_(-3)
+                parameter.normal_(std=0.3)
     asked = {**prompts(), "do_sample": False, **NEW}
     expected, other = base.eval().generate(**asked), adapted.eval().generate(**asked)
     assert not torch.equal(expected, other)
-    with RoundPipe(adapted, devices="cpu") as pipe:
-        for config in (RoundPipeRunConfig(), RoundPipeRunConfig(device_memory_limit=60_000)):
-            found = pipe.generate(**asked, use_adapter=False, roundpipe_run_config=config)
-            assert torch.equal(found, expected)
-            assert torch.equal(pipe.generate(**asked, roundpipe_run_config=config), other)
+    for limit in (None, 120_000):  # that all weights stay in, and that some are streamed through
+        with RoundPipe(adapted, devices="cpu", device_memory_limit=limit) as pipe:
+            assert torch.equal(pipe.generate(**asked, use_adapter=False), expected)
+            assert torch.equal(pipe.generate(**asked), other)
     with RoundPipe(base, devices="cpu") as pipe, pytest.raises(ConfigError, match="no adapter"):
         pipe.generate(**asked, use_adapter=False)
 
