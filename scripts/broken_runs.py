@@ -19,17 +19,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from roundpipe import RoundPipe
 from roundpipe.chain import Chain
 from roundpipe.checkpoint import find, manifest
 from roundpipe.checkpointing import Checkpointing
 from roundpipe.finetune.data.collate import collate
 from roundpipe.finetune.data.order import Order, _Part
+from roundpipe.finetune.output.sample import Answerer
 from roundpipe.finetune.run.evaluate import evaluate
+from roundpipe.finetune.run.own_loss import OwnLoss
 from roundpipe.finetune.run.saving import Saver
 from roundpipe.finetune.run.training import Training
-from roundpipe.finetune.use import merged_weights, opened, subject
+from roundpipe.finetune.trainer.callbacks import CallbackEvents
+from roundpipe.finetune.trainer.collating import CollatorBatches
+from roundpipe.finetune.use import evaluating, merged_weights, opened, subject
+from roundpipe.finetune.use.evaluating import Answered
 from roundpipe.finetune.use.merge import _Merging
 from roundpipe.finetune.use.merged_weights import MergedWeights
+from roundpipe.finetune.use.questions import AnswerPattern
+from roundpipe.models.generating import GeneratingTree
+from roundpipe.report.finding import Case
 from roundpipe.store.reading import Reading
 
 if TYPE_CHECKING:
@@ -47,6 +56,17 @@ PACKED = (
 )
 MERGE = "finetune/use/test_merge.py::test_"
 MERGED = MERGE + "a_merged_model_is_the_live_one_in_stock_libraries"
+SAMPLE = "finetune/output/test_sample.py::test_"
+BASE_ALONE = (
+    "engine/test_generation.py::"
+    "test_the_base_generates_without_adapters_and_what_they_have_trained_whole[Llama]"
+)
+EVALUATING = "finetune/use/test_evaluating.py::test_"
+CALLBACKS = (
+    "finetune/trainer/test_callbacks.py::"
+    "test_a_callback_sees_what_it_would_see_from_transformers_trainer"
+)
+PRICES = "report/test_doctor.py"
 SUBJECT = "finetune/use/test_subject.py::test_"
 HALF = "finetune/data/test_order.py::test_half_of_a_part_is_another_half_in_the_next_epoch"
 
@@ -176,6 +196,12 @@ MECHANISMS = {
         "if False",
         (MERGE + "what_is_not_the_live_model_gets_no_name",),
     ),
+    "merged layers are not compared": Mechanism(
+        MergedWeights._merged,
+        "if before is not None:",
+        "if False:",
+        (MERGE + "a_layer_that_is_merged_wrongly_is_found_below_the_rounding_of_16_bits",),
+    ),
     "an adapter opens over any base": Mechanism(
         opened._check_base,
         "if fingerprint(subject.source) == subject.base_mark:",
@@ -188,13 +214,91 @@ MECHANISMS = {
         "if False:",
         (SUBJECT + "an_unfinished_run_is_its_newest_whole_checkpoint_and_that_is_said",),
     ),
+    "padding before a prompt is attended to": Mechanism(
+        Answerer._padded,
+        "mask[row, width - len(tokens) :] = 1",
+        "mask[row] = 1",
+        (SAMPLE + "prompts_together_get_the_answers_of_prompts_one_by_one[Llama-dtype1]",),
+    ),
+    "answers are of weights one step old": Mechanism(
+        RoundPipe.generate,
+        "newest=self._chain.staleness == 1",
+        "newest=False",
+        (SAMPLE + "answers_between_steps_are_of_the_newest_weights",),
+    ),
+    "answers draw from the trainings random numbers": Mechanism(
+        Answerer.answers,
+        "with self._undisturbed(), quiet_transformers():",
+        "with quiet_transformers():",
+        (SAMPLE + "nothing_of_the_trained_model_is_disturbed",),
+    ),
+    "the base answers with its adapter": Mechanism(
+        GeneratingTree.__init__, "if not use_adapter:", "if False:", (BASE_ALONE,)
+    ),
+    "the base answers with what its adapter trained whole": Mechanism(
+        GeneratingTree.__init__, "set() if use_adapter", "set() if True", (BASE_ALONE,)
+    ),
+    "any number that is found is right": Mechanism(
+        Answered.is_match,
+        "is_same(self.found, self.asked.wanted)",
+        "True",
+        (EVALUATING + "answers_that_are_right_are_counted",),
+    ),
+    "the first match of an answer counts": Mechanism(
+        AnswerPattern.find,
+        "reversed(found)",
+        "found",
+        ("finetune/use/test_questions.py::test_the_last_match_that_holds_anything_counts",),
+    ),
+    "answers stand in the order they were asked in": Mechanism(
+        evaluating.answers_of,
+        "given.sort(key=lambda each: each.asked.row)",
+        "pass",
+        (EVALUATING + "answers_that_are_right_are_counted",),
+    ),
+    "callbacks cannot end a training": Mechanism(
+        CallbackEvents._end_epoch, "control.should_training_stop or is_all", "is_all", (CALLBACKS,)
+    ),
+    "callbacks cannot end an epoch": Mechanism(
+        CallbackEvents._is_broken_off, "control.should_epoch_stop or ", "", (CALLBACKS,)
+    ),
+    "callbacks cannot have a checkpoint saved": Mechanism(
+        CallbackEvents._follow_up, "if trainer.control.should_save:", "if False:", (CALLBACKS,)
+    ),
+    "callbacks cannot have the model evaluated": Mechanism(
+        CallbackEvents._metrics, "if not trainer.control.should_evaluate:", "if True:", (CALLBACKS,)
+    ),
+    "the labels of a collator are ignored": Mechanism(
+        CollatorBatches.batch,
+        "        return batch",
+        "        batch['labels'] = batch['input_ids'].clone()\n        return batch",
+        ("finetune/trainer/test_collating.py::test_transformers_collators_make_the_labels",),
+    ),
+    "the loss function of the user is not called": Mechanism(
+        OwnLoss.over,
+        "return self.function(outputs, part, num_items_in_batch=count)",
+        "return outputs.logits.mean()",
+        ("finetune/trainer/test_trainer.py::test_smoothed_labels_are_smoothed",),
+    ),
+    "doctor prices the cards of others": Mechanism(
+        Case.with_cards,
+        "cards[place] = change(device, cards[place])",
+        "cards[place - 1] = change(device, cards[place - 1])",
+        (PRICES,),
+    ),
+    "doctor prices the links of others": Mechanism(
+        Case.with_links,
+        "links[place] = change(device, before)",
+        "links[place - 1] = change(device, before)",
+        (PRICES,),
+    ),
 }
 
 
 @contextmanager
 def broken(mechanism: Mechanism) -> Iterator[None]:
     """Have the function run the changed source inside."""
-    function = getattr(mechanism.function, "__func__", mechanism.function)
+    function = _plain(mechanism.function)
     assert isinstance(function, FunctionType), function
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(mechanism.old) != 1:
@@ -202,13 +306,17 @@ def broken(mechanism: Mechanism) -> Iterator[None]:
     changed = source.replace(mechanism.old, mechanism.new)
     made: dict[str, Any] = {}
     exec(compile(changed, "<broken>", "exec"), {**function.__globals__}, made)
-    other = made[function.__name__]
     original = function.__code__
-    function.__code__ = getattr(other, "__func__", other).__code__
+    function.__code__ = _plain(made[function.__name__]).__code__
     try:
         yield
     finally:
         function.__code__ = original
+
+
+def _plain(thing: Any) -> Any:
+    """The function of a class method or a property."""
+    return thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
 
 
 class Failed:

@@ -25,12 +25,13 @@ from roundpipe.finetune.run.loop import train
 from roundpipe.finetune.run.signals import Stop
 from roundpipe.finetune.settings.config import make_config
 from roundpipe.finetune.use.comparing import logits_of
+from roundpipe.finetune.use.eval_wish import Choice
 from roundpipe.finetune.use.evaluating import Exam, evaluate_subject
 from roundpipe.finetune.use.merge import Merged, merge
-from roundpipe.finetune.use.merge_wish import read_wanted
+from roundpipe.finetune.use.merge_wish import merge_wish_of
 from roundpipe.finetune.use.opened import open_subject, open_tokenizer
 from roundpipe.finetune.use.request import read_request
-from roundpipe.finetune.use.scored_data import Choice, load_scored, scored_config
+from roundpipe.finetune.use.scored_data import load_scored, scored_config
 from roundpipe.finetune.use.subject import find_subject
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def merge_(run: Path, *words: str, terminal: Terminal | None = None) -> Merged:
     options = ("base", "export_dir")
     request = read_request([str(run), "devices=cpu", *words], options=options, environment={})
     subject = find_subject(request.given, terminal, environment={}, base=request.base)
-    wanted = read_wanted(request, subject)
+    wanted = merge_wish_of(request, subject)
     return merge(subject, wanted, request.settings, terminal, environment={})
 
 

@@ -101,6 +101,31 @@ def test_piped_lines_are_answered_in_their_order_and_as_json_each_beside_its_row
     assert found[2]["name"] == "é"
 
 
+def test_a_prompt_beyond_what_the_model_was_made_for_is_told(chat: Callable[..., Said]) -> None:
+    short = ("max_new_tokens=2",)
+    code, _, err = chat("tiny", *short, stdin=b"a" * 600 + b"\nb\n" + b"c" * 700 + b"\n")
+    assert code == 0
+    assert err.count("the model was made for 512: its answer may mean nothing") == 1
+    _, _, err = chat("tiny", "prompt=" + "a" * 600, *short)
+    assert "warning: a prompt has 6" in err
+    _, _, err = chat("tiny", "prompt=" + "a" * 60, *short)
+    assert "warning" not in err
+
+
+def test_half_a_character_is_refused_and_bytes_of_another_locale_are_read(
+    chat: Callable[..., Said],
+) -> None:
+    code, _, err = chat("tiny", "--json", stdin=b'"half \\ud83d"\n')
+    assert code == 2
+    assert "not a character" in err
+    code, _, err = chat("tiny", "prompt=\udcff")
+    assert code == 2
+    assert err.startswith("not UTF-8: prompt=")
+    _, expected, _ = chat("tiny", "prompt=é", "max_new_tokens=2")
+    _, found, _ = chat("tiny", "prompt=\udcc3\udca9", "max_new_tokens=2")  # as the C locale has it
+    assert found == expected
+
+
 def test_the_base_answers_beside_the_adapter(chat: Callable[..., Said]) -> None:
     asked = ("prompt=what is 3 + 3?", "max_new_tokens=6")
     _, alone, _ = chat("tiny", *asked)

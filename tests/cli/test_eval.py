@@ -125,11 +125,11 @@ def test_samples_whose_own_answer_the_pattern_does_not_find_are_said(capsys: Any
     [
         (["out", "answer_pattern=is [0-9]+"], "needs one group, and has none"),
         (["out", "answer_pattern=[Ii]s ([a-z]+)"], "matches no answer of"),
-        (["out", "--answer-pattern"], "answer_pattern says nothing"),
+        (["out", "--answer-pattern"], "nothing follows --answer-pattern"),
         (["out", "answer_pattern=(4", "dataset=data.jsonl"], "is no regular expression: (4"),
         (["out", "output=a.jsonl"], "output is of answers, and none are asked for"),
-        (["out", "max_samples=0"], "not a number from 1: max_samples=0"),
-        (["out", "compare=other"], "compare: not base: other"),
+        (["out", "max_samples=0"], "no whole number from 1 on: max_samples=0"),
+        (["out", "compare=other"], "compare with what: compare=other"),
         (["out", "--json=7"], "neither true nor false: json=7"),
         (["out", ASKS, "output"], "two of RUN"),
         (["out", ASKS, "--output"], "output names no file"),
@@ -160,7 +160,7 @@ def test_what_was_reached_when_a_signal_came_is_shown(
 ) -> None:
     from roundpipe.finetune.use import evaluating
 
-    batches = evaluating.eval_batches
+    batches = evaluating.batches_of
 
     def interrupted(*args: Any) -> Any:
         for number, batch in enumerate(batches(*args)):
@@ -175,7 +175,7 @@ def test_what_was_reached_when_a_signal_came_is_shown(
         stops.append(stop)
         return made(*args, stop=stop, **more)
 
-    monkeypatch.setattr(evaluating, "eval_batches", interrupted)
+    monkeypatch.setattr(evaluating, "batches_of", interrupted)
     monkeypatch.setattr(evaluating, "evaluate_subject", noted)
     code, out, _ = evaluate(
         capsys, "out", "dataset=data.jsonl", "batch_size=3", ASKS, "output=b.jsonl"

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +162,30 @@ def test_what_we_did_not_foresee_shows_its_traceback(
     shown = capsys.readouterr().err
     assert "ZeroDivisionError: by nought" in shown
     assert "please report it" in shown
+
+
+def test_nobody_reading_stdout_and_no_stdout_at_all_are_no_errors() -> None:
+    command = [sys.executable, "-m", "roundpipe", "schema"]
+    read, write = os.pipe()
+    os.close(read)
+    gone = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (gone.returncode, gone.stderr) == (0, "")
+    closed = ["sh", "-c", f"{shlex.join(command)} >&-"]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_full_disk_behind_stdout_is_said_in_a_line() -> None:
+    command = [sys.executable, "-m", "roundpipe", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "cannot write to stdout: no space left on device\n"
+        "  hint: make room, or send it elsewhere: > FILE\n"
+    )
 
 
 def test_ctrl_c_ends_with_130(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ app = typer.Typer(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _have_streams()
     code: object = 0
     try:
         app(args=arguments, prog_name="roundpipe")
@@ -48,6 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and number > _SIGNALLED:
         os._exit(number)  # at once: libraries' threads may be at something that takes minutes
     return number
+
+
+def _have_streams() -> None:
+    """Have something to write to where a stream was closed before Python began (``>&-``)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (stays)
 
 
 def _forget_broken_pipes() -> None:
@@ -305,11 +313,30 @@ def _guarded(command: Callable[[], int]) -> None:
         if not getattr(end, "is_told", False):
             _say("interrupted")
         code = getattr(end, "exit_code", 130)
-    except Exception:  # the last frame of the program
+    except Exception as problem:  # the last frame of the program
+        unwritten = _unwritten(problem)
+        if unwritten is not None:
+            raise typer.Exit(unwritten) from None
         _say(traceback.format_exc())
         _say("this is not your mistake: please report it with the lines above")
         code = 1
     raise typer.Exit(code)
+
+
+def _unwritten(problem: Exception) -> int | None:
+    """The exit code where a command ended because stdout takes no more; None: it was not that."""
+    if not isinstance(problem, OSError):
+        return None
+    try:
+        sys.stdout.write("\n")  # does it take anything?
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has enough
+        return 0
+    except OSError as error:
+        _say(f"cannot write to stdout: {(error.strerror or str(error)).lower()}")
+        _say("  hint: make room, or send it elsewhere: > FILE")
+        return 1
+    return None
 
 
 def _code(problem: RoundPipeError) -> int:

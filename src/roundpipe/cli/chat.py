@@ -11,8 +11,10 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from roundpipe.errors import ConfigError
+from roundpipe.finetune.output.characters import harmless, put
 from roundpipe.finetune.output.terminal import Terminal
-from roundpipe.finetune.use.chat_wish import OPTIONS, chat_wish, split_texts
+from roundpipe.finetune.use.chat_wish import OPTIONS, TEXTS, chat_wish
+from roundpipe.finetune.use.options import take_texts
 from roundpipe.finetune.use.piped import Asked, read_lines
 from roundpipe.finetune.use.request import read_request
 
@@ -27,7 +29,7 @@ USAGE = "roundpipe chat RUN [prompt='…'] [system='…'] [temperature=0] [max_n
 
 def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
     """Run the command: 0, or 130 where Ctrl-C ended it. Raises ConfigError."""
-    words, texts = split_texts(arguments)
+    words, texts = take_texts(arguments, TEXTS)
     request = read_request(words, options=OPTIONS, environment=environment, usage=USAGE)
     seed = request.settings.seed if "seed" in request.said else None
     wish = chat_wish(request.options, texts, seed=seed)
@@ -112,14 +114,7 @@ class ThisTerminal:
         """See `Screen`. Raises BrokenPipeError where nobody reads any longer."""
         if not text:
             return
-        if self._is_shown_to_people:  # a model may write what moves the cursor, or worse
-            text = "".join(each for each in text if each in "\n\t" or each.isprintable())
-        try:
-            self._stream.write(text)
-        except UnicodeEncodeError:  # a terminal of another alphabet
-            encoding = self._stream.encoding or "ascii"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding))
-        self._stream.flush()
+        put(self._stream, harmless(text) if self._is_shown_to_people else text)
         self._is_within_line = not text.endswith("\n")
 
     def say(self, text: str) -> None:

@@ -35,11 +35,11 @@ def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
 def _merge(request: Request, terminal: Terminal, environment: Mapping[str, str]) -> None:
     with terminal.waiting("starting torch"):
         from roundpipe.finetune.use.merge import merge  # noqa: PLC0415 (torch)
-        from roundpipe.finetune.use.merge_wish import read_wanted  # noqa: PLC0415
+        from roundpipe.finetune.use.merge_wish import merge_wish_of  # noqa: PLC0415
         from roundpipe.finetune.use.subject import find_subject  # noqa: PLC0415
     subject = find_subject(request.given, terminal, environment=environment, base=request.base)
-    wanted = read_wanted(request, subject)
+    wish = merge_wish_of(request, subject)
     # The dtype that is said is what is saved; the model runs as it was trained.
     trained = "auto" if subject.config is None else subject.config.dtype
     settings = request.settings.model_copy(update={"dtype": trained})
-    merge(subject, wanted, settings, terminal, environment=environment)
+    merge(subject, wish, settings, terminal, environment=environment)

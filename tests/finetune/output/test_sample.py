@@ -11,10 +11,10 @@ from tests.engine.generating_cases import made
 from transformers import GenerationConfig
 
 from roundpipe import RoundPipe
-from roundpipe.errors import DataError, DeviceError
+from roundpipe.errors import ConfigError, DataError, DeviceError
 from roundpipe.finetune.model.adapters import add_adapter
 from roundpipe.finetune.model.source import ModelSource
-from roundpipe.finetune.output.sample import Answerer, answer
+from roundpipe.finetune.output.sample import Answerer, answer, sampling_settings
 from roundpipe.optim import AdamW
 
 if TYPE_CHECKING:
@@ -263,6 +263,44 @@ def test_sampling_is_that_of_the_seed(pipe: RoundPipe, tiny: ModuleType) -> None
     how = {"max_new_tokens": 12, "do_sample": True, "temperature": 3.0}
     found = [answer(pipe, tokenizer, ["x"], seed=seed, **how)[0] for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
+
+
+def test_a_temperature_alone_has_tokens_drawn_anew_each_time(
+    pipe: RoundPipe, tiny: ModuleType
+) -> None:
+    answerer = Answerer(pipe, tiny.tiny_tokenizer(), max_new_tokens=12, temperature=3.0)
+    before = torch.get_rng_state()
+    assert len({answerer.answers(["x"])[0] for _ in range(4)}) > 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"do_sample": False}),
+        ({"top_p": 0.9, "top_k": None}, {"do_sample": True, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.5}, {"do_sample": False, "temperature": 0.5}),
+        ({"do_sample": True, "temperature": 0.0, "top_k": 5}, {"do_sample": False}),
+    ],
+)
+def test_what_is_said_of_sampling_is_what_is_done(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert sampling_settings(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [
+        ({"temprature": 0.5}, "no setting of generate: temprature\nhint: temperature"),
+        ({"num_return_sequences": 2}, "[prompt] * 4"),
+    ],
+)
+def test_sampling_that_means_nothing_is_refused_not_ignored(
+    given: dict[str, Any], way_out: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(way_out)):
+        sampling_settings(given)
 
 
 def test_answers_stop_when_asked_and_say_how_far_they_are(

@@ -509,3 +509,4 @@ def test_it_answers_prompts_and_messages(make: Any) -> None:
     assert isinstance(one, str)
     assert trainer.chat([{"role": "user", "content": "so what"}], max_new_tokens=3) == one
     assert trainer.chat(["so what", "is"], max_new_tokens=3)[0] == one
+    assert trainer.chat([]) == []

@@ -21,6 +21,7 @@ from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.run.loop import train
 from roundpipe.finetune.run.signals import Stop
 from roundpipe.finetune.settings.config import TrainConfig, make_config
+from roundpipe.finetune.use.eval_wish import Choice
 from roundpipe.finetune.use.evaluating import (
     Exam,
     Scores,
@@ -30,7 +31,7 @@ from roundpipe.finetune.use.evaluating import (
 )
 from roundpipe.finetune.use.opened import open_tokenizer
 from roundpipe.finetune.use.questions import AnswerPattern
-from roundpipe.finetune.use.scored_data import Choice, load_scored, scored_config
+from roundpipe.finetune.use.scored_data import load_scored, scored_config
 from roundpipe.finetune.use.subject import find_subject
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def test_a_signal_while_the_loss_is_made_leaves_the_answers_out(
 
     config, _ = taught
     stop = Stop()
-    batches = evaluating.eval_batches
+    batches = evaluating.batches_of
 
     def interrupted(*args: Any) -> Iterator[Any]:
         for number, batch in enumerate(batches(*args)):
@@ -286,7 +287,7 @@ def test_a_signal_while_the_loss_is_made_leaves_the_answers_out(
                 stop.handle(signal.SIGINT)
             yield batch
 
-    monkeypatch.setattr(evaluating, "eval_batches", interrupted)
+    monkeypatch.setattr(evaluating, "batches_of", interrupted)
     subject, exam = exam_of(config.output_dir, config, pattern=NUMBER)
     found, _ = scored(subject, exam, stop)
     assert found.answers is None

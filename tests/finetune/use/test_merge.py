@@ -27,7 +27,7 @@ from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.use import merge as merging
 from roundpipe.finetune.use.comparing import logits_of
 from roundpipe.finetune.use.merge import Merged, merge
-from roundpipe.finetune.use.merge_wish import read_wanted
+from roundpipe.finetune.use.merge_wish import merge_wish_of
 from roundpipe.finetune.use.merged_weights import MergedWeights
 from roundpipe.finetune.use.opened import open_subject
 from roundpipe.finetune.use.request import read_request
@@ -108,7 +108,7 @@ def _merge(*arguments: Any, shown: io.StringIO | None = None) -> Merged:
     terminal = Terminal(shown or io.StringIO())
     request = read_request([*words, "devices=cpu"], options=("base", "export_dir"), environment={})
     subject = find_subject(request.given, terminal, environment={}, base=request.base)
-    wanted = read_wanted(request, subject)
+    wanted = merge_wish_of(request, subject)
     settings = request.settings.model_copy(update={"dtype": "auto"})
     return merge(subject, wanted, settings, terminal, environment={})
 
@@ -372,6 +372,35 @@ def test_what_is_not_the_live_model_gets_no_name(
     with pytest.raises(RoundPipeError, match="what was written is another model: logits of"):
         _merge(adapter)
     assert not (adapter / "merged").exists()
+
+
+def test_a_result_that_stock_transformers_does_not_open_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = _adapter(tmp_path, _llama())
+    save = merging.save
+
+    def torn(place: Path, *args: Any, **more: Any) -> None:
+        save(place, *args, **more)
+        (place / "model.safetensors").unlink()
+
+    monkeypatch.setattr(merging, "save", torn)
+    with pytest.raises(RoundPipeError, match=r"not a model that stock transformers opens: "):
+        _merge(adapter)
+    assert not (adapter / "merged").exists()
+
+
+@pytest.mark.parametrize("told", ["[]", '{"format": "roundpipe merge 1"}', "{"])
+def test_a_torn_note_of_an_earlier_merge_is_no_leave_to_replace_it(
+    tmp_path: Path, told: str
+) -> None:
+    adapter = _adapter(tmp_path, _llama())
+    place = tmp_path / "out"
+    place.mkdir()
+    (place / "roundpipe_merge.json").write_text(told)
+    (place / "model.safetensors").write_text("mine")
+    with pytest.raises(ConfigError, match="output_dir: not empty"):
+        _merge(adapter, f"output_dir={place}")
 
 
 def test_a_layer_that_is_merged_wrongly_is_found_below_the_rounding_of_16_bits(

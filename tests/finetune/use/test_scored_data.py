@@ -11,8 +11,9 @@ from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.data.dataset import load_dataset
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.settings.config import TrainConfig, make_config
+from roundpipe.finetune.use.eval_wish import Choice
 from roundpipe.finetune.use.request import NO_DATA
-from roundpipe.finetune.use.scored_data import Choice, ScoredData, load_scored, scored_config
+from roundpipe.finetune.use.scored_data import ScoredData, load_scored, scored_config
 
 if TYPE_CHECKING:
     from pathlib import Path

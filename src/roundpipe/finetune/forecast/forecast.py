@@ -21,6 +21,7 @@ from roundpipe.finetune.forecast.machines import load_machine
 from roundpipe.finetune.forecast.memory import Case
 from roundpipe.finetune.forecast.profile import profile_of
 from roundpipe.finetune.forecast.speed import best_speed, likely_sizes
+from roundpipe.finetune.forecast.wish import dtype_of, limit_bytes
 from roundpipe.models.estimate.costs import Job
 from roundpipe.plan.amounts import write_bytes
 from roundpipe.report.forecast import Forecast, Hint, Need, Pace
@@ -105,25 +106,16 @@ def limited(machine: Machine, wish: Wish) -> Machine:
     if limit is not None:
         cards = tuple(replace(c, memory_bytes=min(c.memory_bytes, limit)) for c in cards)
     host = machine.host
-    if wish.config.host_memory_limit is not None:
-        given = wish.config.host_memory_limit
-        most = given * host.memory_bytes if given <= 1 else given
-        host = replace(host, memory_bytes=min(host.memory_bytes, int(most)))
+    most = limit_bytes(wish.config.host_memory_limit, machine)
+    if most is not None:
+        host = replace(host, memory_bytes=min(host.memory_bytes, most))
     return replace(machine, cards=cards, host=host)
 
 
 def job_of(wish: Wish, machine: Machine) -> Job:
-    """How the wish trains on ``machine``: fp32 where a CPU takes part, else bf16, else fp16."""
-    dtype: str = wish.config.dtype
-    if dtype == "auto":
-        if any(card.in_host for card in machine.cards):
-            dtype = "fp32"
-        elif wish.fp16_accumulation or any("bf16" not in card.flops for card in machine.cards):
-            dtype = "fp16"
-        else:
-            dtype = "bf16"
+    """How the wish trains on ``machine``."""
     return Job(
-        dtype=dtype,
+        dtype=dtype_of(wish.config, machine),
         fp16_accumulation=wish.fp16_accumulation,
         length=wish.config.max_length,
         staleness=wish.config.staleness,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from roundpipe.finetune.settings.account import Became
     from roundpipe.finetune.settings.config import TrainConfig
+    from roundpipe.plan.machine import Machine
 
 _PLACEHOLDER = "-"  # for a model or a dataset that is not given
 
@@ -123,3 +124,21 @@ def _has(layer: Mapping[str, Any], target: str) -> bool:
         target in (keys.ALIASES.get(key, key), *keys.DERIVED.get(key, ())) and not is_empty(value)
         for key, value in unfolded(layer).items()
     )
+
+
+def dtype_of(config: TrainConfig, machine: Machine) -> str:
+    """What devices compute in: as said, else fp32 where a CPU takes part, else bf16, else fp16."""
+    if config.dtype != "auto":
+        return config.dtype
+    if any(card.in_host for card in machine.cards):
+        return "fp32"
+    if config.fp16_accumulation or any("bf16" not in card.flops for card in machine.cards):
+        return "fp16"
+    return "bf16"
+
+
+def limit_bytes(limit: float | None, machine: Machine) -> int | None:
+    """A limit of host memory in bytes, None without one; up to 1 it is a share of what is free."""
+    if limit is None:
+        return None
+    return int(limit * machine.host.memory_bytes if limit <= 1 else limit)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from roundpipe.finetune.output.characters import harmless
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,7 +43,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     from rich.console import Console  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    lines = Text(_kept(text)).wrap(Console(width=width, no_color=True), width)
+    lines = Text(harmless(text.strip())).wrap(Console(width=width, no_color=True), width)
     return [line.plain.rstrip() for line in lines]
 
 
@@ -71,11 +73,6 @@ def answers_text(prompts: Sequence[str], before: Sequence[str], after: Sequence[
 def one_line(text: str) -> str:
     """The words of a text with one space between them."""
     return " ".join(text.split())
-
-
-def _kept(text: str) -> str:
-    """A text without what moves a terminal's cursor."""
-    return "".join(c for c in text.strip() if c == "\n" or c.isprintable())
 
 
 def _quoted(text: str) -> str:

@@ -25,21 +25,33 @@ _MARK = "xyzzy"  # an answer that no template writes by itself
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """The tokens of a prompt: a question, a conversation that ends with one, or tokens already.
 
-    Raises DataError where the template refuses the conversation, ConfigError where it cannot be
-    used at all.
+    Raises DataError where the template refuses the conversation or a text is none, ConfigError
+    where it cannot be used at all.
     """
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
         return [int(token) for token in prompt if not isinstance(token, Mapping)]
     messages = _messages(prompt)
     if has_template(tokenizer):
         text = _written(tokenizer, messages)
+        _check_characters(text)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     text = "\n".join(str(message["content"]) for message in messages)
+    _check_characters(text)
     tokens = list(tokenizer(text)["input_ids"])
     end = tokenizer.eos_token_id
     if len(tokens) > 1 and tokens[-1] == end:  # some tokenizers close what they are given
         tokens.pop()
     return tokens
+
+
+def _check_characters(text: str) -> None:
+    """JSON can write half of a character (a lone surrogate), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise DataError(
+            f"not a character: {text[problem.start]!a} in a prompt\nhint: leave it out"
+        ) from None
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:

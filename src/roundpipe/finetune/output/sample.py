@@ -12,6 +12,7 @@ does, only prompts of one length go together.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from roundpipe.errors import DataError, DeviceError
+from roundpipe.errors import ConfigError, DataError, DeviceError
 from roundpipe.finetune.model.from_transformers import quiet_transformers
 from roundpipe.finetune.model.positions import most_computable
 from roundpipe.finetune.model.vocabulary import pad_token_of
@@ -27,7 +28,7 @@ from roundpipe.finetune.output.prompts import end_tokens, tokens_of
 from roundpipe.finetune.output.rate import outlook_line, rate_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,18 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
 _ALIKE = 1e-2  # of the largest logit: what padding may change by rounding
+# Settings that ask for tokens to be drawn.
+_DRAWS = frozenset(
+    ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+)
+# Settings of `generate` that would make something else of an answer, and what is there instead.
+_NOT_OF_ANSWERS = {
+    "eos_token_id": "answers end where the model, its tokenizer or its chat template ends a turn",
+    "max_length": "max_new_tokens=256",
+    "num_return_sequences": "the same prompt several times: [prompt] * 4",
+    "pad_token_id": "leave it out: padding is not attended to",
+    "return_dict_in_generate": "model.generate(…) returns more than texts",
+}
 
 
 def answer(  # noqa: PLR0913 - what one may want to say about an answer
@@ -58,14 +71,35 @@ def answer(  # noqa: PLR0913 - what one may want to say about an answer
     return Answerer(trainer, tokenizer, **how).answers(prompts, tell=tell, should_stop=should_stop)
 
 
+def sampling_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """How tokens are chosen: fields of ``GenerationConfig``, None for what is not said.
+
+    A temperature, or what leaves out unlikely tokens, has them drawn without ``do_sample`` too; a
+    temperature of 0 is greedy. Raises ConfigError for what is no such field.
+    """
+    said = {name: value for name, value in given.items() if value is not None}
+    kind: Any = GenerationConfig
+    known = kind().to_dict()
+    for name in said:
+        if name in _NOT_OF_ANSWERS:
+            raise ConfigError(f"no setting of an answer: {name}\nhint: {_NOT_OF_ANSWERS[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1) or ["temperature"]
+            raise ConfigError(f"no setting of generate: {name}\nhint: {near[0]}")
+    if said.get("temperature") == 0:
+        greedy = {name: value for name, value in said.items() if name not in _DRAWS}
+        return {**greedy, "do_sample": False}
+    return {"do_sample": not said.keys().isdisjoint(_DRAWS), **said}
+
+
 class Answerer:
     """A model and how it answers. ``num_tokens`` and ``seconds``: of what it has made so far;
     ``use_adapter``: set to False, the base answers without its adapter.
 
-    Greedy unless ``sampling`` says otherwise: ``do_sample``, ``temperature`` and whatever else a
-    ``GenerationConfig`` knows; what is not said is as the model's own says. ``seed``: of draws,
-    None takes the random state as it is. ``machine``: whose first device answers, for forecasts;
-    None: as the model's devices are known.
+    Greedy unless ``sampling`` says otherwise: see `sampling_settings`; what is not said is as the
+    model's own says. ``seed``: of draws, None draws anew each time. ``machine``: whose first device
+    answers, for forecasts; None: as the model's devices are known. Raises ConfigError for sampling
+    that means nothing.
     """
 
     def __init__(
@@ -84,7 +118,7 @@ class Answerer:
         self.num_tokens, self.seconds = 0, 0.0
         self.use_adapter = True
         self._machine = machine
-        self._sampling = {"do_sample": False, **sampling}
+        self._sampling = sampling_settings(sampling)
         self._ends = end_tokens(trainer.model, tokenizer)
         self._pad = pad_token_of(tokenizer, trainer.model)
         self._most = most_computable(trainer.model)
@@ -265,12 +299,14 @@ class Answerer:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Put the random state back, that of the device too."""
+        """Put the random state back, that of all devices: torch gives them all a seed."""
         place = self.trainer.generation_outlook(1, 1, 1).place
-        cards = [] if place.type == "cpu" else [place]
-        kind = "cuda" if not cards else place.type
-        with torch.random.fork_rng(devices=cards, device_type=kind):
-            if self.seed is not None:
+        is_host = place.type == "cpu"
+        cards = [] if is_host else list(range(torch.accelerator.device_count()))
+        with torch.random.fork_rng(devices=cards, device_type="cuda" if is_host else place.type):
+            if self.seed is None:
+                torch.seed()  # else each answer would be drawn alike, the state being put back
+            else:
                 torch.manual_seed(self.seed)
             yield
 

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from roundpipe.finetune.output.answers import LEAST_WIDTH, in_columns, stacked
+from roundpipe.finetune.output.characters import put
 from roundpipe.finetune.output.counting import Counting
 from roundpipe.finetune.output.progress import (
     BarProgress,
@@ -195,12 +196,7 @@ class Terminal:
 
     def _write(self, text: str) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError:  # a terminal of another alphabet
-                encoding = self._stream.encoding or "ascii"
-                self._stream.write(text.encode(encoding, "replace").decode(encoding))
-            self._stream.flush()
+            put(self._stream, text)
 
 
 def in_notebook() -> bool:

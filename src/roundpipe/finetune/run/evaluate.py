@@ -12,41 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import RoundPipeError
-from roundpipe.finetune.data.collate import collate, cut_rows, cut_rows_evenly
 from roundpipe.finetune.run.retry import Splitting, lost_memory
 from roundpipe.models.loss import count_trained_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
-    from roundpipe.finetune.data.samples import Sample
-    from roundpipe.finetune.settings.config import TrainConfig
-
-
-def eval_batches(
-    samples: Sequence[Sample], config: TrainConfig, pad_token_id: int
-) -> Iterator[dict[str, Tensor]]:
-    """Batches of ``batch_size`` samples in their order, each in a row of its own."""
-    for start in range(0, len(samples), config.batch_size):
-        stop = min(start + config.batch_size, len(samples))
-        yield collate(
-            [[samples[i]] for i in range(start, stop)], pad_token_id, packed=config.packing
-        )
-
-
-def run_config_of(config: TrainConfig, splitting: Splitting, num_rows: int) -> RoundPipeRunConfig:
-    """How a batch of so many rows is cut, in training as in an evaluation."""
-    count, cut = splitting.count(num_rows), cut_rows
-    if config.micro_batch_size is not None:
-        count = splitting.count_of_size(num_rows, config.micro_batch_size)
-        cut = cut_rows_evenly
-    return RoundPipeRunConfig(
-        num_microbatch=count, split_input=cut, recompute_grain=config.recompute_grain
-    )
+    from roundpipe.config import RoundPipeRunConfig
 
 
 @dataclass(frozen=True)

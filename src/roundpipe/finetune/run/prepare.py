@@ -21,7 +21,7 @@ from roundpipe.finetune.data.dataset import Dataset, load_dataset, marked_sample
 from roundpipe.finetune.data.order import Order
 from roundpipe.finetune.data.samples import Sample
 from roundpipe.finetune.forecast.forecast import check_host, job_of
-from roundpipe.finetune.forecast.wish import Wish, method_of
+from roundpipe.finetune.forecast.wish import Wish, limit_bytes, method_of
 from roundpipe.finetune.model.adapters import ParameterCounts, count_parameters, short_count
 from roundpipe.finetune.model.base_model import load_base
 from roundpipe.finetune.model.fingerprint import fingerprint
@@ -98,6 +98,12 @@ class Job:
     def pad_token_id(self) -> int:
         """What fills short rows."""
         return pad_token_of(self.tokenizer, self.model)
+
+    @property
+    def base_folder(self) -> Path | None:
+        """Where the files of the base model lie, if that is known."""
+        folder = Path(self.base.folder or self.source.location)
+        return folder if folder.is_dir() else None
 
     def header(self) -> str:
         """The line that says what is trained on what, with what."""
@@ -213,7 +219,7 @@ def prepare(
             {**content.found, "commit": source.commit},
             environment,
             read.batches or Rows(pad_token_of(tokenizer, model), config.packing),
-            pinned_memory_limit=_bytes_of(config.pinned_memory_limit, machine),
+            pinned_memory_limit=limit_bytes(config.pinned_memory_limit, machine),
             loss=given.loss,
         )
         _show(job, terminal)
@@ -383,10 +389,3 @@ def _end_at(model: nn.Module, token: int) -> None:
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if token not in listed:
         settings.eos_token_id = [*listed, token]
-
-
-def _bytes_of(limit: float | None, machine: Machine) -> int | None:
-    """A limit in bytes; a share is of the host memory that is free."""
-    if limit is None:
-        return None
-    return int(limit * machine.host.memory_bytes if limit <= 1 else limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.finetune.data.files import is_hub_id
@@ -59,7 +58,7 @@ def save_run(
 ) -> None:
     """Write the final files of a run, ``state`` (``trainer_state.json``) last: it marks the end."""
     with folder.files_in_place() as staging:
-        save_result(staging, job.model, weights, job.tokenizer, base_folder=_folder(job))
+        save_result(staging, job.model, weights, job.tokenizer, base_folder=job.base_folder)
         draw_losses(folder.path / LOG_FILE, staging / "training_loss.png", title=job.source.name)
     write_card(folder.path, _card(job, state["log_history"]))
     folder.finish({**state, **job.content, "dataset_sha256": dataset_digest(job.config)})
@@ -92,12 +91,6 @@ def _result(job: Job) -> Result:
     )
 
 
-def _folder(job: Job) -> Path | None:
-    """Where the files of the base model lie, if that is known."""
-    folder = Path(job.base.folder or job.source.location)
-    return folder if folder.is_dir() else None
-
-
 def _card(job: Job, history: Sequence[Mapping[str, Any]]) -> Card:
     """What the model card tells of a run."""
     config, source = job.config, job.source
@@ -113,7 +106,7 @@ def _card(job: Job, history: Sequence[Mapping[str, Any]]) -> Card:
         datasets=[entry.path for entry in entries if is_hub_id(entry)],
         tags=[config.finetuning_type, "sft"],
         notes=_notes(job),
-        base_folder=_folder(job),
+        base_folder=job.base_folder,
     )
 
 

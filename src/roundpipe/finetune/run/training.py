@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from roundpipe.errors import RoundPipeError
+from roundpipe.finetune.run.batches import batches_of, cut_of
 from roundpipe.finetune.run.best import Best
 from roundpipe.finetune.run.busy import BusyMeter
-from roundpipe.finetune.run.evaluate import Evaluation, evaluate, run_config_of
+from roundpipe.finetune.run.evaluate import Evaluation, evaluate
 from roundpipe.finetune.run.events import ByConfig
 from roundpipe.finetune.run.retry import Splitting, lost_memory
 from roundpipe.finetune.run.schedule import factor_of, make_scheduler
@@ -261,12 +262,13 @@ class Training:
             self.done -= 1
 
     def _evaluation(self, should_stop: Callable[[], bool]) -> Evaluation:
+        job = self.job
         return evaluate(
             self.trainer,
-            batches_of(self.job, self.job.dataset.eval_samples, self.job.config.batch_size),
+            batches_of(job.batches, job.dataset.eval_samples, job.config.batch_size),
             run_config=self._run_config,
             should_stop=should_stop,
-            tell=self.log.evaluating(len(self.job.dataset.eval_samples)),
+            tell=self.log.evaluating(len(job.dataset.eval_samples)),
             splitting=self._eval_splitting,
             say=self.log.say,
         )
@@ -284,26 +286,13 @@ class Training:
         )
 
     def _run_config(self, num_rows: int) -> RoundPipeRunConfig:
-        return cut_of(self.job, self.splitting, num_rows)
+        return cut_of(self.job.batches, self.job.config, self.splitting, num_rows)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group was made with: an earlier run's scheduler may have moved its rate."""
     options = {name: value for name, value in group.items() if name != "params"}
     return {**options, "lr": group.get("initial_lr", group["lr"])}
-
-
-def cut_of(job: Job, splitting: Splitting, num_rows: int) -> RoundPipeRunConfig:
-    """How a batch of so many rows is cut and run."""
-    split = job.batches.split(job.config.micro_batch_size)
-    return replace(run_config_of(job.config, splitting, num_rows), split_input=split)
-
-
-def batches_of(job: Job, samples: Any, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """All samples in their order, one to a row."""
-    for start in range(0, len(samples), batch_size):
-        stop = min(start + batch_size, len(samples))
-        yield job.batches.batch(samples, [(i,) for i in range(start, stop)])
 
 
 def weights_to_save(job: Job, trainer: RoundPipe) -> Mapping[str, torch.Tensor]:

@@ -31,12 +31,19 @@ _NOTED = (
 )
 
 
-def adapter_values(peft_config: Any, quantization_config: Any) -> dict[str, Any]:
+def adapter_values(
+    peft_config: Any, quantization_config: Any, *, is_adapter: bool
+) -> dict[str, Any]:
     """Settings for the adapter that ``peft_config`` (a LoraConfig) describes; none without one.
 
-    Every field of it is kept. Raises ConfigError for another kind of adapter, and for weights in
-    other than 4 bits.
+    Every field of it is kept. Raises ConfigError for another kind of adapter, for one where the
+    model ``is_adapter`` already, and for weights in other than 4 bits.
     """
+    if is_adapter and peft_config is not None:
+        raise ConfigError(
+            "peft_config, and a model that has an adapter already\nhint: leave peft_config out, or "
+            "model=model.merge_and_unload()"
+        )
     packs = is_packing(quantization_config)
     if peft_config is None:
         return {"finetuning_type": "qlora"} if packs else {}

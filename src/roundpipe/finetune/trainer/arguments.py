@@ -112,7 +112,10 @@ def _read_ours(args: TrainConfig | dict[str, Any], about: Given) -> Told:
     given["model_name_or_path"] = about.model_name
     given |= _data_values(about, given)
     if about.peft_config is not None or about.quantization_config is not None:
-        given = {**_without_method(given), **_adapter(about)}
+        values = adapter_values(
+            about.peft_config, about.quantization_config, is_adapter=about.is_adapter
+        )
+        given = {**_without_method(given), **values}
     elif about.is_loaded and given.keys().isdisjoint(_SAY_METHOD):
         given["finetuning_type"] = "lora" if about.is_adapter else "full"
     if given.keys().isdisjoint({"resume_from_checkpoint", "auto_resume_from_checkpoints"}):
@@ -148,16 +151,6 @@ def _without_method(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("finetuning_type", given.get("method")) in ("full", "freeze"):
         raise ConfigError("peft_config trains an adapter\nhint: finetuning_type=lora")
     return {key: value for key, value in given.items() if key not in _SAY_METHOD}
-
-
-def _adapter(about: Given) -> dict[str, Any]:
-    """The settings of `adapter_values`; raises ConfigError where there is an adapter already."""
-    if about.is_adapter and about.peft_config is not None:
-        raise ConfigError(
-            "peft_config, and a model that has an adapter already\nhint: leave peft_config out, or "
-            "model=model.merge_and_unload()"
-        )
-    return adapter_values(about.peft_config, about.quantization_config)
 
 
 def _data_values(about: Given, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from transformers import trainer_utils
 
+from roundpipe.finetune.run.batches import batches_of, cut_of
 from roundpipe.finetune.run.evaluate import Evaluation, evaluate
 from roundpipe.finetune.run.retry import Splitting
-from roundpipe.finetune.run.training import batches_of, cut_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,8 +51,8 @@ class Evaluating:
         with _at_rest(self.pipe) if run is None else run.training.paused():
             return evaluate(
                 self.pipe if job.loss is None else _by(job.loss, self.pipe),
-                batches_of(job, samples, job.config.batch_size),
-                run_config=lambda num_rows: cut_of(job, self.splitting, num_rows),
+                batches_of(job.batches, samples, job.config.batch_size),
+                run_config=functools.partial(cut_of, job.batches, job.config, self.splitting),
                 should_stop=lambda: run is not None and run.stop.is_asked,
                 tell=count,
                 splitting=self.splitting,

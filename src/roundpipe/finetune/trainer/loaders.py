@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.finetune.run.training import batches_of
+from roundpipe.finetune.run.batches import batches_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,4 +33,4 @@ class Batches:
         return math.ceil(len(self.samples) / self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return batches_of(self.job, self.samples, self.batch_size)
+        return batches_of(self.job.batches, self.samples, self.batch_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.finetune.output.earlier import Earlier, RunState
@@ -12,6 +11,8 @@ from roundpipe.finetune.run.result import save_run
 from roundpipe.finetune.run.training import weights_to_save
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from roundpipe.finetune.run.prepare import Job
     from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.roundpipe import RoundPipe
@@ -23,14 +24,13 @@ def save_to(folder: Path, job: Job, pipe: RoundPipe) -> None:
     Each file appears whole or not at all. Raises OSError where the disk fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    base = Path(job.base.folder or job.source.location)
     with RunFolder(folder, Earlier(RunState.NEW), str(folder)).files_in_place() as staging:
         save_result(
             staging,
             job.model,
             weights_to_save(job, pipe),
             job.tokenizer,
-            base_folder=base if base.is_dir() else None,
+            base_folder=job.base_folder,
         )
 
 

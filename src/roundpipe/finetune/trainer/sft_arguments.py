@@ -203,13 +203,8 @@ def _method(about: Given, quantization: Any) -> dict[str, Any]:
             "quantization_config packs a model while it is loaded, and model is one already"
             "\nhint: model=NAME_OR_FOLDER"
         )
-    if about.peft_config is not None and about.is_adapter:
-        raise ConfigError(
-            "peft_config, and a model that has an adapter already\nhint: leave peft_config out, or "
-            "model=model.merge_and_unload()"
-        )
     if about.peft_config is not None:
-        return adapter_values(about.peft_config, quantization)
+        return adapter_values(about.peft_config, quantization, is_adapter=about.is_adapter)
     if packs:
         raise ConfigError(
             "quantization_config without peft_config: weights in 4 bits cannot be trained"

@@ -349,7 +349,7 @@ class RoundPipeTrainer(Familiar):
         of transformers' ``generate``. Training may go on afterwards. Blocks until all is answered.
         """
         self._ready()
-        is_one = isinstance(prompt, str) or all(isinstance(each, dict) for each in prompt)
+        is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], dict))
         prompts: list[Any] = [prompt] if is_one else list(prompt)
         tokenizer = self._made.job.tokenizer
         answers = answer(self.model, tokenizer, prompts, max_new_tokens=max_new_tokens, **sampling)

@@ -16,7 +16,7 @@ from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.forecast.machines import saved_machine
 from roundpipe.finetune.model.positions import longest_known
 from roundpipe.finetune.output.prompts import has_template, tokens_of
-from roundpipe.finetune.output.sample import Answerer
+from roundpipe.finetune.output.sample import Answerer, sampling_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -131,17 +131,8 @@ def answerer_of(opened: Opened, wish: ChatWish, *, environment: Mapping[str, str
 def sampling_of(model: Any, wish: ChatWish) -> dict[str, Any]:
     """How tokens are chosen: as wished, else as the model's own generation config says."""
     own = getattr(model, "generation_config", None)
-    sampling = dict(wish.sampling)
-    if wish.temperature == 0:
-        return {"do_sample": False, **_of_greedy(sampling)}
-    if wish.temperature is not None:
-        return {"do_sample": True, "temperature": wish.temperature, **sampling}
-    says = bool(getattr(own, "do_sample", False)) or bool({"top_p", "top_k"} & sampling.keys())
-    return {"do_sample": says, **sampling}
-
-
-def _of_greedy(sampling: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sampling.items() if name not in ("top_p", "top_k")}
+    draws = {"do_sample": True} if getattr(own, "do_sample", False) else {}
+    return sampling_settings({**draws, "temperature": wish.temperature, **wish.sampling})
 
 
 def require_base(subject: Subject) -> None:

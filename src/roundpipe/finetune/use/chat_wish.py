@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.settings.parse import parse_value
+from roundpipe.finetune.use.options import flag, is_beside_base, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ OPTIONS = (
     "compare",
     "json",
 )
-_TEXTS = ("prompt", "system")  # taken as they are written, whatever YAML would make of them
+TEXTS = {"prompt": "'what is 12 + 7?'", "system": "'answer in one word'"}  # see `take_texts`
 _WHOLE = {"max_new_tokens": 1, "top_k": 0, "batch_size": 1}
 _NUMBERS = {"temperature": (0.0, None), "top_p": (0.0, 1.0), "repetition_penalty": (0.0, None)}
 
@@ -44,46 +46,22 @@ class ChatWish:
     compares: bool = False
 
 
-def split_texts(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Take ``prompt=…`` and ``system=…``, which may be said again, out of a command line."""
-    rest: list[str] = []
-    texts: dict[str, list[str]] = {name: [] for name in _TEXTS}
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if name not in _TEXTS or not (equals or word.startswith("--")):
-            rest.append(word)
-            continue
-        if not equals and not words:
-            raise ConfigError(f"nothing follows {word}\nhint: {name}='what is 12 + 7?'")
-        texts[name].append(text if equals else words.pop(0))
-    return rest, texts
-
-
 def chat_wish(
     options: Mapping[str, Any], texts: Mapping[str, Sequence[str]], *, seed: int | None
 ) -> ChatWish:
     """The wish that these values make. Raises ConfigError for one that means nothing."""
-    numbers: dict[str, Any] = {
-        name: _whole(name, options[name], least) for name, least in _given(_WHOLE, options)
-    }
+    counts = {name: whole(options, name, least=least, such_as=50) for name, least in _WHOLE.items()}
+    numbers: dict[str, Any] = {name: each for name, each in counts.items() if each is not None}
     numbers |= {name: _number(name, options[name], *of) for name, of in _given(_NUMBERS, options)}
     names = ("top_p", "top_k", "repetition_penalty")
-    compare = options.get("compare")
-    if compare not in (None, False, "base"):
-        raise ConfigError(f"compare with what: compare={compare}\nhint: compare=base")
-    as_json = options.get("json") or False
-    if not isinstance(as_json, bool):
-        raise ConfigError(f"neither true nor false: json={as_json}\nhint: --json")
     prompts = [text for given in texts.get("prompt", ()) for text in _prompts(given)]
     return ChatWish(
         sampling={name: numbers.pop(name) for name in names if name in numbers},
         seed=seed,
         system="\n".join(texts.get("system", ())) or None,
         prompts=tuple(prompts),
-        as_json=as_json,
-        compares=compare == "base",
+        as_json=flag(options, "json"),
+        compares=is_beside_base(options),
         **numbers,
     )
 
@@ -103,16 +81,10 @@ def _prompts(given: str) -> list[str]:
     return [str(each) for each in found] if isinstance(found, list) else [given]
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"no whole number from {least} on: {name}={value}\nhint: {name}=50")
-    return value
-
-
 def _number(name: str, value: Any, least: float, most: float | None) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_open = name != "temperature"  # where 0 means nothing
-    if not is_number or value < least or (is_open and value == least):
+    if not is_number or not math.isfinite(value) or value < least or (is_open and value == least):
         what = "above 0" if is_open else "from 0 on"
         raise ConfigError(f"not a number {what}: {name}={value}\nhint: {name}=0.9")
     if most is not None and value > most:

@@ -17,7 +17,8 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.model.positions import check_lengths
 from roundpipe.finetune.model.vocabulary import pad_token_of, require_rows
 from roundpipe.finetune.output.sample import Answerer
-from roundpipe.finetune.run.evaluate import eval_batches, evaluate, run_config_of
+from roundpipe.finetune.run.batches import Rows, batches_of, cut_of
+from roundpipe.finetune.run.evaluate import evaluate
 from roundpipe.finetune.run.retry import Splitting
 from roundpipe.finetune.use.opened import open_subject
 from roundpipe.finetune.use.questions import interval, is_same, question_of
@@ -170,6 +171,8 @@ def evaluate_subject(
         loss = loss_of(opened, exam, terminal, should_stop=lambda: stop.is_asked)
         answers = None
         if exam.pattern is not None and not stop.is_asked:
+            # Answers may take hours, and fail.
+            terminal.line(f"loss {loss.loss:.4f}, perplexity {loss.perplexity:.4g}")
             answers = answers_of(opened, exam, terminal, should_stop=lambda: stop.is_asked)
     return Scores(subject.name, loss, answers)
 
@@ -220,7 +223,8 @@ def loss_of(
     model, samples = opened.model.model, exam.samples
     check_lengths(model, samples.lengths, terminal.line)
     require_rows(model, exam.tokenizer, samples, opened.subject.source)
-    splitting = Splitting(exam.config.num_microbatch)
+    config, splitting = exam.config, Splitting(exam.config.num_microbatch)
+    batches = Rows(pad_token_of(exam.tokenizer, model), config.packing)
     done, started = 0, time.perf_counter()
     with terminal.counting(f"scoring {opened.subject.name}", len(samples), "samples") as show:
 
@@ -231,8 +235,8 @@ def loss_of(
 
         found = evaluate(
             opened.model,
-            eval_batches(samples, exam.config, pad_token_of(exam.tokenizer, model)),
-            run_config=functools.partial(run_config_of, exam.config, splitting),
+            batches_of(batches, samples, config.batch_size),
+            run_config=functools.partial(cut_of, batches, config, splitting),
             should_stop=should_stop,
             tell=tell,
             splitting=splitting,

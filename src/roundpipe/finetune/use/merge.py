@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from roundpipe.engine.pool import DevicePool
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.settings.config import TrainConfig
-    from roundpipe.finetune.use.merge_wish import Wanted
+    from roundpipe.finetune.use.merge_wish import MergeWish
 
 _SPARE = 64 << 20  # bytes of the disk that stay free
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -81,13 +81,13 @@ class Merged:
 
 def merge(
     subject: Subject,
-    wanted: Wanted,
+    wish: MergeWish,
     settings: TrainConfig,
     terminal: Terminal,
     *,
     environment: Mapping[str, str],
 ) -> Merged:
-    """Write ``subject`` as one model into ``wanted.folder``, and say what that is worth.
+    """Write ``subject`` as one model into ``wish.folder``, and say what that is worth.
 
     ``settings``: of the run, for devices and attention. Takes host memory of the base once. Blocks
     on disk and network. Raises ConfigError for an adapter that cannot be merged, PlanError where
@@ -100,7 +100,7 @@ def merge(
         tokenizer = _tokenizer(subject, settings, terminal)
         dtype = live_dtype(subject, settings, devices)
         pool = parts.enter_context(make_pool(settings, devices))
-        return _Merging(subject, wanted, settings, terminal, pool, tokenizer, dtype).run()
+        return _Merging(subject, wish, settings, terminal, pool, tokenizer, dtype).run()
 
 
 @dataclass
@@ -108,7 +108,7 @@ class _Merging:
     """A merge under way. ``dtype``: of the live model."""
 
     subject: Subject
-    wanted: Wanted
+    wish: MergeWish
     settings: TrainConfig
     terminal: Terminal
     pool: DevicePool
@@ -122,7 +122,7 @@ class _Merging:
         with self.terminal.waiting("running the model as it is"):
             ids = sample_ids(self.tokenizer, self.settings.sample_prompts, _rows(loaded.model))
             live = self._logits(loaded, ids)
-        if self.wanted.is_original:
+        if self.wish.is_original:
             del loaded
             gc.collect()
             loaded = self._load(is_packed=False)
@@ -141,7 +141,7 @@ class _Merging:
             gc.collect()
             self._require_stock_keys(place)
             difference = self._compared(place, ids, live, samples, size, dtype)
-            merged = Merged(self.wanted.folder, dtype, size, parted, difference)
+            merged = Merged(self.wish.folder, dtype, size, parted, difference)
             self._write_about(place, merged, target, base_folder)
         self._show(merged, target, asked)
         return merged
@@ -162,8 +162,8 @@ class _Merging:
 
     def _saved_dtype(self) -> torch.dtype:
         """What was said; else as the base was stored, unless it was trained over less."""
-        if self.wanted.dtype is not None:
-            return DTYPES[self.wanted.dtype]
+        if self.wish.dtype is not None:
+            return DTYPES[self.wish.dtype]
         stored = stored_dtype(self.subject.source)
         return min(stored, self.dtype, key=lambda dtype: dtype.itemsize)
 
@@ -175,7 +175,7 @@ class _Merging:
             over = self.subject.source.name
             if loaded.base.is_packed:
                 over += ", its 4 bits unpacked as it was trained (base=original: those of before)"
-            elif self.wanted.is_original:
+            elif self.wish.is_original:
                 over += " as it was before it was packed; the adapter was trained over 4 bits"
             say(f"merging {weights.num_merged} modules of {self.subject.name} into {over}")
             kept = "" if dtype == torch.float32 else "; dtype=fp32 keeps every digit"
@@ -184,14 +184,14 @@ class _Merging:
             say(f"one weight in the base, two from here on: {' and '.join(parted)}")
 
     def _require_room(self, size: int) -> None:
-        folder = self.wanted.folder.absolute()
+        folder = self.wish.folder.absolute()
         there = next(place for place in (folder, *folder.parents) if place.exists())
         beside = 0 if self.tokenizer is None else tokenizer_bytes(self.tokenizer)
         needs, has = size + beside + _SPARE, shutil.disk_usage(there).free
         if needs > has:
             raise PlanError(
                 f"does not fit on the disk of output_dir: {write_bytes(needs)} of "
-                f"{write_bytes(has)}: {self.wanted.shown}\n"
+                f"{write_bytes(has)}: {self.wish.shown}\n"
                 "hint: output_dir=FOLDER on a larger disk, or dtype=bf16"
             )
 
@@ -199,14 +199,14 @@ class _Merging:
     def _whole(self) -> Iterator[Path]:
         """A folder to write into, that gets its name when the block ends."""
         try:
-            with whole_folder(self.wanted.folder) as place:
+            with whole_folder(self.wish.folder) as place:
                 yield place
                 for path in place.iterdir():
                     sync(path)
-                require_free(self.wanted.folder, self.wanted.shown)  # hours may have gone by
+                require_free(self.wish.folder, self.wish.shown)  # hours may have gone by
         except OSError as error:
             raise ConfigError(
-                f"output_dir: cannot be written to: {self.wanted.shown}: "
+                f"output_dir: cannot be written to: {self.wish.shown}: "
                 f"{error.strerror or error}\nhint: make room there, or output_dir=ANOTHER"
             ) from error
 
@@ -214,7 +214,7 @@ class _Merging:
         self, place: Path, target: Any, weights: MergedWeights, folder: Path | None, size: int
     ) -> None:
         _take_generation_config(target, self.subject)
-        with self.terminal.counting(f"writing {self.wanted.shown}", size) as show:
+        with self.terminal.counting(f"writing {self.wish.shown}", size) as show:
             weights.tell = show
             if self.tokenizer is None:
                 with quiet_transformers():
@@ -224,13 +224,14 @@ class _Merging:
 
     def _require_stock_keys(self, place: Path) -> None:
         """Raise unless stock transformers finds every weight it looks for, and no other."""
-        with quiet_transformers():
-            from transformers import AutoConfig  # noqa: PLC0415 (imports late)
-
-            kind = class_for(AutoConfig.from_pretrained(place, trust_remote_code=False))
-            _, found = kind.from_pretrained(
-                place, device_map="meta", output_loading_info=True, use_safetensors=True
-            )
+        try:
+            found = _stock_keys(place)
+        except (OSError, ValueError, RuntimeError) as error:
+            told = str(error).strip().partition("\n")[0]
+            raise RoundPipeError(
+                f"what was written is not a model that stock transformers opens: {told}\n"
+                "hint: use the adapter with peft as it is, and please report this"
+            ) from error
         wrong = [key for keys in found.values() for key in keys]
         if wrong:
             some = ", ".join(map(str, wrong[:3]))
@@ -254,10 +255,10 @@ class _Merging:
         if memory is not None and needs > SHARE_OF_MEMORY * memory.free_bytes:
             self.terminal.line(f"not compared: memory has no room for {write_bytes(needs)}")
             return None
-        source = ModelSource(given=self.wanted.shown, location=str(place))
+        source = ModelSource(given=self.wish.shown, location=str(place))
         with self.terminal.waiting("running what was written"):
             merged = load_subject(
-                Subject(self.wanted.shown, source),
+                Subject(self.wish.shown, source),
                 self.settings,
                 self.terminal,
                 dtype=self.dtype,
@@ -267,7 +268,7 @@ class _Merging:
             difference = Difference.of(live, self._logits(merged, ids))
         names = {_NAMES[each] for each in (dtype, self.dtype)}
         most = max(_ANOTHER[name] for name in names)
-        if not difference.share <= most and not self.wanted.is_original:
+        if not difference.share <= most and not self.wish.is_original:
             raise RoundPipeError(
                 f"what was written is another model: {difference.line()}\n"
                 "hint: use the adapter with peft as it is, and please report this"
@@ -306,7 +307,7 @@ class _Merging:
     def _result(self, merged: Merged, target: Any) -> Result:
         prompts = self.settings.sample_prompts
         return Result(
-            folder=self.wanted.shown,
+            folder=self.wish.shown,
             source=self.subject.source,
             question=prompts[0] if prompts else QUESTION,
             model_class=name_to_load(target),
@@ -323,7 +324,7 @@ class _Merging:
             of = "before" if self.subject.adapter is None else "the model with its adapter"
             say(f"against {of}: {merged.difference.line()}")
         size = write_bytes(merged.num_bytes)
-        say(f"the model is in {self.wanted.shown} ({count} weights, {size})")
+        say(f"the model is in {self.wish.shown} ({count} weights, {size})")
         say()
         for line in short_lines(self._result(merged, target)):
             say(line)
@@ -338,6 +339,18 @@ def _tokenizer(subject: Subject, settings: TrainConfig, terminal: Terminal) -> A
             raise
     terminal.line(f"no tokenizer goes with it: neither {subject.given} nor its base has one")
     return None
+
+
+def _stock_keys(place: Path) -> dict[str, Any]:
+    """What stock transformers found missing, unexpected or of another shape, by kind."""
+    with quiet_transformers():
+        from transformers import AutoConfig  # noqa: PLC0415 (imports late)
+
+        kind = class_for(AutoConfig.from_pretrained(place, trust_remote_code=False))
+        _, found = kind.from_pretrained(
+            place, device_map="meta", output_loading_info=True, use_safetensors=True
+        )
+    return dict(found)
 
 
 def _base_of(model: Any) -> Any:

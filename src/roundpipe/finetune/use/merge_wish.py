@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ MERGE_FORMAT = "roundpipe merge 1"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MergeWish:
     """How a subject is to be merged.
 
     ``dtype``: what is saved; None: as the base was stored. ``is_original``: what was trained over 4
@@ -32,7 +31,7 @@ class Wanted:
     is_original: bool = False
 
 
-def read_wanted(request: Request, subject: Subject) -> Wanted:
+def merge_wish_of(request: Request, subject: Subject) -> MergeWish:
     """What a command line asks of merging; raises ConfigError."""
     base = request.options.get("base", "dequantized")
     if base not in ("dequantized", "original"):
@@ -53,7 +52,7 @@ def read_wanted(request: Request, subject: Subject) -> Wanted:
     shown = _place(request, subject)
     folder = Path(shown).expanduser().resolve()  # a link stays one, and what it leads to is filled
     require_free(folder, shown)
-    return Wanted(folder, shown, dtype, is_original=base == "original")
+    return MergeWish(folder, shown, dtype, is_original=base == "original")
 
 
 def _place(request: Request, subject: Subject) -> str:
@@ -78,9 +77,7 @@ def require_free(folder: Path, shown: str) -> None:
         return
     if folder.is_dir():
         files = {path.name for path in folder.iterdir()}
-        with contextlib.suppress(OSError, ValueError):
-            told = json.loads((folder / MERGE_FILE).read_text(encoding="utf-8"))
-            files -= {MERGE_FILE, *told["files"]} if told.get("format") == MERGE_FORMAT else set()
+        files -= _written_by_merge(folder)
         if not files:
             return
         raise ConfigError(
@@ -88,3 +85,15 @@ def require_free(folder: Path, shown: str) -> None:
             f"hint: output_dir={shown.rstrip('/')}-merged"
         )
     raise ConfigError(f"output_dir: not a folder: {shown}\nhint: output_dir=merged")
+
+
+def _written_by_merge(folder: Path) -> set[str]:
+    """The names of files in a folder that an earlier merge says are its own."""
+    try:
+        told = json.loads((folder / MERGE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    if not isinstance(told, dict) or told.get("format") != MERGE_FORMAT:
+        return set()
+    files = told.get("files")
+    return {MERGE_FILE, *map(str, files)} if isinstance(files, list) else set()

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from roundpipe.device.accumulation import fp16_accumulation
-from roundpipe.device.host_memory import host_memory
 from roundpipe.device.resolve import resolve_devices
+from roundpipe.device.survey import Place, survey_devices
 from roundpipe.engine.pool import DevicePool
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.data.template import use_chat_template, use_special_tokens
+from roundpipe.finetune.forecast.wish import dtype_of, limit_bytes
 from roundpipe.finetune.model.base_model import load_base
 from roundpipe.finetune.model.fingerprint import fingerprint
 from roundpipe.finetune.model.from_transformers import DTYPES, load_tokenizer
@@ -33,6 +32,7 @@ from roundpipe.store.frozen import packed_in
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.finetune.use.subject import Subject
+    from roundpipe.plan.machine import Machine
     from roundpipe.store.packed import PackedTensor
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -107,7 +108,7 @@ def open_subject(
 
 def make_pool(settings: TrainConfig, devices: Sequence[Device]) -> DevicePool:
     """The devices with what their limits say; closing it closes them."""
-    limit = _bytes_of(settings.pinned_memory_limit)
+    limit = limit_bytes(settings.pinned_memory_limit, _machine_of(devices))
     return DevicePool(list(devices), pinned_memory_limit=limit)
 
 
@@ -185,20 +186,11 @@ def open_tokenizer(
 
 def dtype_on(devices: Sequence[Device], settings: TrainConfig) -> torch.dtype:
     """What a model computes in on ``devices``: as `roundpipe train` would choose."""
-    if settings.dtype != "auto":
-        return DTYPES[settings.dtype]
-    if any(device.torch_device.type == "cpu" for device in devices):
-        return torch.float32
-    if settings.fp16_accumulation or not all(map(_has_bf16, devices)):
-        return torch.float16
-    return torch.bfloat16
+    return DTYPES[dtype_of(settings, _machine_of(devices))]
 
 
-def _has_bf16(device: Device) -> bool:
-    from roundpipe.device.survey import Place, survey_devices  # noqa: PLC0415 (rarely needed)
-
-    machine = survey_devices([device], place=Place(folder=Path()))
-    return all("bf16" in card.flops for card in machine.cards)
+def _machine_of(devices: Sequence[Device]) -> Machine:
+    return survey_devices(devices, place=Place(folder=Path()))
 
 
 def _check_base(subject: Subject) -> None:
@@ -212,11 +204,3 @@ def _check_base(subject: Subject) -> None:
         f"hint: give back the files it was trained on, or model_name_or_path="
         f"{subject.source.given} says that this one is meant"
     )
-
-
-def _bytes_of(limit: float | None) -> int | None:
-    """A limit in bytes; a share is of the host memory that is free."""
-    if limit is None or limit > 1:
-        return None if limit is None else int(limit)
-    memory = host_memory()
-    return None if memory is None else int(limit * memory.free_bytes)

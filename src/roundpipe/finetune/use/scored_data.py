@@ -20,25 +20,12 @@ if TYPE_CHECKING:
     from roundpipe.finetune.data.samples import Samples
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.settings.config import DatasetEntry, TrainConfig
+    from roundpipe.finetune.use.eval_wish import Choice
 
 _NO_DATA = (
     "no data to score on: none is named\nhint: dataset=FILE.jsonl, or a hub id: "
     "dataset='{path: openai/gsm8k, name: main, split: test}'"
 )
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What of the data was said with the command.
-
-    ``is_named``: a dataset was; ``is_held_out``: a ``val_size`` was. ``split``: of each dataset;
-    ``most``: how many samples, the first ones.
-    """
-
-    is_named: bool = False
-    is_held_out: bool = False
-    split: str | None = None
-    most: int | None = None
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,8 @@ def _whole(given: str, source: ModelSource, terminal: Terminal, base: str | None
 def _on_hub(given: str, terminal: Terminal, base: str | None) -> Subject:
     """A model of the hub, or an adapter there."""
     try:
-        return _whole(given, locate_model(given), terminal, None)
+        with of_run(given):
+            return _whole(given, locate_model(given), terminal, None)
     except ConfigError as error:
         if _NOT_A_MODEL not in str(error):
             raise
@@ -311,6 +312,7 @@ def of_run(given: str, *, folder: Path | None = None) -> Iterator[None]:
             told = told.removeprefix(key)
         if folder is not None:
             told = told.replace(str(folder), given)
+        way_out = way_out.removeprefix("model_name_or_path=")  # RUN is a word alone
         if told.startswith("no such folder"):
             told = f"nothing is called like that: {given}"
             way_out = "a run's folder, a model or adapter folder, a hub id such as owner/name"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from roundpipe.finetune.model.positions import longest_known
+from roundpipe.finetune.output.prompts import tokens_of
 from roundpipe.finetune.use.chat import NO_TEMPLATE, Chat, answerer_of, base_alone
 from roundpipe.finetune.use.conversation import Conversation, stoppable
 from roundpipe.finetune.use.piped import answer_all
@@ -62,10 +64,12 @@ def answer_prompts(
     if not has_turns:
         terminal.line(NO_TEMPLATE)
     is_told = False
+    warn = _of_length(answerer, terminal)
 
     def answers(some: Sequence[Asked]) -> list[dict[str, str]]:
         nonlocal is_told
         prompts = [each.messages(wish.system if has_turns else None) for each in some]
+        warn(prompts)
         if not is_told:
             terminal.line(answerer.outlook_line(prompts))
             is_told = True
@@ -80,11 +84,31 @@ def answer_prompts(
 
     if len(wish.prompts) == 1 and not wish.as_json and not wish.compares:
         prompt = next(iter(asked)).messages(wish.system if has_turns else None)
+        warn([prompt])
         terminal.line(answerer.outlook_line([prompt]))
         _streamed(answerer, prompt, write)
     else:
         answer_all(asked, answers, write, as_json=wish.as_json, batch_size=wish.batch_size)
     terminal.line(answerer.rate_line())
+
+
+def _of_length(answerer: Answerer, terminal: Terminal) -> Callable[[Sequence[Prompt]], None]:
+    """What says of prompts, once, that one is longer than the model was made for."""
+    limit = longest_known(answerer.trainer.model)
+
+    def warn(prompts: Sequence[Prompt]) -> None:
+        nonlocal limit
+        if limit is None:
+            return
+        longest = max(len(tokens_of(answerer.tokenizer, prompt)) for prompt in prompts)
+        if longest >= limit:
+            terminal.line(
+                f"warning: a prompt has {longest:,} tokens, and the model was made for {limit:,}: "
+                "its answer may mean nothing"
+            )
+            limit = None
+
+    return warn
 
 
 def _streamed(answerer: Answerer, prompt: Prompt, write: Callable[[str], None]) -> None:
