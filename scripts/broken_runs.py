@@ -57,9 +57,9 @@ PACKED = (
 MERGE = "finetune/use/test_merge.py::test_"
 MERGED = MERGE + "a_merged_model_is_the_live_one_in_stock_libraries"
 SAMPLE = "finetune/output/test_sample.py::test_"
+GENERATION = "engine/test_generation.py::test_"
 BASE_ALONE = (
-    "engine/test_generation.py::"
-    "test_the_base_generates_without_adapters_and_what_they_have_trained_whole[Llama]"
+    GENERATION + "the_base_generates_without_adapters_and_what_they_have_trained_whole[Llama]"
 )
 EVALUATING = "finetune/use/test_evaluating.py::test_"
 CALLBACKS = (
@@ -224,7 +224,7 @@ MECHANISMS = {
         RoundPipe.generate,
         "newest=self._chain.staleness == 1",
         "newest=False",
-        (SAMPLE + "answers_between_steps_are_of_the_newest_weights",),
+        (GENERATION + "generating_between_steps_uses_the_newest_weights_and_changes_no_step[1]",),
     ),
     "answers draw from the trainings random numbers": Mechanism(
         Answerer.answers,
@@ -270,15 +270,18 @@ MECHANISMS = {
     ),
     "the labels of a collator are ignored": Mechanism(
         CollatorBatches.batch,
-        "        return batch",
-        "        batch['labels'] = batch['input_ids'].clone()\n        return batch",
+        "    return batch",
+        "    batch['labels'] = batch['input_ids'].clone()\n    return batch",
         ("finetune/trainer/test_collating.py::test_transformers_collators_make_the_labels",),
     ),
     "the loss function of the user is not called": Mechanism(
         OwnLoss.over,
         "return self.function(outputs, part, num_items_in_batch=count)",
         "return outputs.logits.mean()",
-        ("finetune/trainer/test_trainer.py::test_smoothed_labels_are_smoothed",),
+        (
+            "finetune/trainer/test_trainer.py::"
+            "test_a_loss_function_is_called_for_each_microbatch_and_summed",
+        ),
     ),
     "doctor prices the cards of others": Mechanism(
         Case.with_cards,

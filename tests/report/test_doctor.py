@@ -187,6 +187,22 @@ def test_a_card_that_computes_slowly_is_named() -> None:
     assert bad(flops={key: rate * 0.9 for key, rate in USUAL.items()}) == []
 
 
+def test_it_is_the_slow_card_of_several_that_is_priced() -> None:
+    slow = {key: rate / 2 for key, rate in USUAL.items()}
+    there = machine(3)
+    first, second, third = there.cards
+    there = replace(there, cards=(first, replace(second, flops=slow), third))
+    cards = (GOOD, replace(GOOD, name="cuda:1", flops=slow), replace(GOOD, name="cuda:2"))
+    [finding] = [
+        finding
+        for finding in judge(
+            readings(*cards), there, lambda of: sum(card.flops["bf16"] for card in of.cards) / 1e12
+        )
+        if finding.text.startswith("cuda:1:")
+    ]
+    assert finding.price == "372 tokens/s now, 446 at the usual rate"
+
+
 def test_an_unknown_card_is_not_compared() -> None:
     assert bad(flops={"bf16": 1e12}, usual_flops={}) == []
 

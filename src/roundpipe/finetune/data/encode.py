@@ -56,7 +56,7 @@ def prepare(
     else:
         return [_inside_vocabulary(meaning, tokenizer)]
     for each in ready:
-        _check_characters(each.text)
+        check_characters(each.text, "on_bad_line=skip")
     return ready
 
 
@@ -179,11 +179,9 @@ def _inside_vocabulary(tokens: Tokens, tokenizer: Any) -> Tokens:
     return tokens
 
 
-def _check_characters(text: str) -> None:
-    """JSON can write half of a character (a lone surrogate), which no tokenizer takes."""
+def check_characters(text: str, way_out: str) -> None:
+    """Raise DataError for half of a character, which JSON can write and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise DataError(
-            f"not a character: {text[problem.start]!a}\nhint: on_bad_line=skip"
-        ) from problem
+        raise DataError(f"not a character: {text[problem.start]!a}\nhint: {way_out}") from problem

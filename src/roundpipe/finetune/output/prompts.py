@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError, DataError
 from roundpipe.finetune.data.conversation import Conversation, conversation_of
+from roundpipe.finetune.data.encode import check_characters
 from roundpipe.finetune.data.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -33,25 +34,15 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     messages = _messages(prompt)
     if has_template(tokenizer):
         text = _written(tokenizer, messages)
-        _check_characters(text)
+        check_characters(text, "leave it out of the prompt")
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     text = "\n".join(str(message["content"]) for message in messages)
-    _check_characters(text)
+    check_characters(text, "leave it out of the prompt")
     tokens = list(tokenizer(text)["input_ids"])
     end = tokenizer.eos_token_id
     if len(tokens) > 1 and tokens[-1] == end:  # some tokenizers close what they are given
         tokens.pop()
     return tokens
-
-
-def _check_characters(text: str) -> None:
-    """JSON can write half of a character (a lone surrogate), which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        raise DataError(
-            f"not a character: {text[problem.start]!a} in a prompt\nhint: leave it out"
-        ) from None
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
