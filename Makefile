@@ -19,7 +19,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-CODE   := $(wildcard src tests benchmarks scripts docs/conf.py)
+CODE   := $(wildcard src tests benchmarks scripts docs/conf.py examples/*.ipynb)
 
 # One thread for each PyTorch: tests start several devices (and several processes) on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1

@@ -59,6 +59,23 @@ def test_files_have_the_usual_mode(tmp_path):
     assert len(modes) == 1
 
 
+def test_a_link_and_a_pipe_are_written_to_and_not_replaced(tmp_path):
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    (tmp_path / "file").touch()
+    link.symlink_to("file")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        durable.write_text(link, "one")
+        durable.write_text(pipe, "two")
+        assert os.read(reader, 9) == b"two"
+    finally:
+        os.close(reader)
+    assert link.is_symlink()
+    assert (tmp_path / "file").read_text() == "one"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
 def test_a_folder_appears_when_it_is_whole(tmp_path):
     folder = tmp_path / "deep" / "folder"
     with whole_folder(folder) as place:

@@ -110,7 +110,13 @@ def write_new(path: Path, text: str) -> Fingerprint:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``path`` whole or not at all; blocks until the disk has it. Raises OSError."""
+    """Write ``path`` whole or not at all; blocks until the disk has it. Raises OSError.
+
+    A link and what is no file (``/dev/stdout``, a pipe) are written to, never replaced.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
     staging = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         staging.write_text(text, encoding="utf-8")

@@ -200,7 +200,7 @@ def test_a_model_without_template_is_said(tmp_path: Path) -> None:
     bare = tiny.make(None, eos="</s>")
     data = load(write(tmp_path, pairs(2)), bare)
     assert answers(data.samples, bare) == ["It is 0.</s>", "It is 1.</s>"]
-    assert "no chat template: prompt and answer are joined as they stand" in data.describe()
+    assert any(line.startswith("no chat template: ") for line in data.describe())
 
 
 def test_the_template_that_is_named_is_what_the_tokenizer_keeps(tmp_path: Path) -> None:

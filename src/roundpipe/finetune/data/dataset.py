@@ -219,7 +219,10 @@ def _add_notes(account: Account, entries: Sequence[EntrySamples], how: Tokenizin
         all_kept = "found as they were kept" if kept == len(entries) else "kept"
         account.notes.append(f"tokens: {all_kept} in {how.cache.folder}")
     if not how.tokenizer.chat_template and not how.config.train_on_prompt:
-        account.notes.append("no chat template: prompt and answer are joined as they stand")
+        account.notes.append(
+            "no chat template: a question and its answer are joined with a line break, "
+            "other prompts as they stand"
+        )
     if account.num_skipped and how.folder is not None:
         account.notes.append(f"skipped rows are in {_write_rejected(entries, how.folder)}")
     elif how.folder is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from roundpipe.durable import write_text
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.settings.parse import read_file
 from roundpipe.plan.machine_file import machine_mapping, machine_of
@@ -84,7 +85,7 @@ def write_machine(file: Path, text: str) -> None:
     """Write a machine file, its folder too. Raises ConfigError where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        write_text(file, text)
     except OSError as problem:
         raise ConfigError(
             f"cannot write the machine file: {file}: {(problem.strerror or 'error').lower()}"

@@ -73,7 +73,9 @@ def _say_prompts(values: dict[str, Any], account: Account) -> None:
         is_alpaca = kind.partition(".")[0].partition(":")[0] == "alpaca"
         if is_alpaca or not is_empty(named):
             what = "the prompt of type: alpaca" if is_alpaca else f"conversation: {named}"
-            account.say(f"not used: {what} (the chat template writes it; see the marked sample)")
+            account.say(
+                f"not used: {what} (the model's chat template counts, if it has one; see the marked sample)"
+            )
 
 
 @dataclass(frozen=True)
