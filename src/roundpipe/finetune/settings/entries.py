@@ -74,7 +74,7 @@ def _say_prompts(values: dict[str, Any], account: Account) -> None:
         if is_alpaca or not is_empty(named):
             what = "the prompt of type: alpaca" if is_alpaca else f"conversation: {named}"
             account.say(
-                f"not used: {what} (the model's chat template counts, if it has one; see the marked sample)"
+                f"not used: {what} (the model's chat template counts; see the marked sample)"
             )
 
 
