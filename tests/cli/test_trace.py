@@ -87,7 +87,7 @@ def test_what_cannot_be_written_is_told_and_the_record_is_never_replaced(
     before = (run_dir / TIMELINE_FILE).read_bytes()
     missing = tmp_path / "no" / "trace.json"
     assert refused(capsys, run_dir, "--output", missing).startswith("cannot write: ")
-    assert refused(capsys, run_dir, "--output", "/").startswith("cannot write: /: names no")
+    assert refused(capsys, run_dir, "--output", "/").startswith("cannot write: /: is a directory")
     assert refused(capsys, run_dir, "--html", tmp_path).startswith("cannot write: ")
     own = refused(capsys, run_dir, "--html", run_dir / TIMELINE_FILE)
     assert own.startswith("would replace the timeline it is made from: ")
