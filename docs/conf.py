@@ -63,6 +63,7 @@ html_theme = "furo"
 html_title = "RoundPipe"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs/search_order.js")
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}

@@ -32,6 +32,7 @@ from roundpipe.finetune.run.saving import Saver
 from roundpipe.finetune.run.training import Training
 from roundpipe.finetune.trainer.callbacks import CallbackEvents
 from roundpipe.finetune.trainer.collating import CollatorBatches
+from roundpipe.finetune.trainer.follow_up import FollowUp
 from roundpipe.finetune.use import evaluating, merged_weights, opened, subject
 from roundpipe.finetune.use.evaluating import Answered
 from roundpipe.finetune.use.merge import _Merging
@@ -263,10 +264,10 @@ MECHANISMS = {
         CallbackEvents._is_broken_off, "control.should_epoch_stop or ", "", (CALLBACKS,)
     ),
     "callbacks cannot have a checkpoint saved": Mechanism(
-        CallbackEvents._follow_up, "if trainer.control.should_save:", "if False:", (CALLBACKS,)
+        FollowUp.do, "if trainer.control.should_save:", "if False:", (CALLBACKS,)
     ),
     "callbacks cannot have the model evaluated": Mechanism(
-        CallbackEvents._metrics, "if not trainer.control.should_evaluate:", "if True:", (CALLBACKS,)
+        FollowUp._metrics, "if not trainer.control.should_evaluate:", "if True:", (CALLBACKS,)
     ),
     "the labels of a collator are ignored": Mechanism(
         CollatorBatches.batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -127,6 +128,35 @@ def test_a_loop_may_go_on_after_a_look_at_the_gradients(wrap):
         optimizers[1].step()
         optimizers[1].zero_grad()
     torch.testing.assert_close(wrapped.state_dict(), plain.state_dict())
+
+
+class Late(torch.optim.SGD):
+    """Updates when it may."""
+
+    may = threading.Event()
+
+    def step(self, closure=None):
+        self.may.wait(10)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("look", ["parameters", "modules"])
+def test_whoever_asks_for_weights_after_a_step_finds_the_updated_ones(wrap, look):
+    wrapped = wrap(tower())
+    call(wrapped, X)
+    Late.may.clear()
+    wrapped.step(Late(wrapped.optim_parameters(), lr=0.1))
+    timer = threading.Timer(0.05, Late.may.set)  # while it is asked
+    timer.start()
+    if look == "parameters":
+        found = [p.detach().clone() for p in wrapped.parameters()]
+    else:
+        found = [p.detach().clone() for m in wrapped.modules() if isinstance(m, nn.Linear)
+                 for p in m.parameters()]  # fmt: skip
+    wrapped.synchronize()
+    timer.join()
+    assert all(torch.equal(p, q) for p, q in zip(found, wrapped.parameters(), strict=True))
+    assert not torch.equal(found[0], next(tower().parameters()))
 
 
 def test_a_closed_model_keeps_no_gradient_of_ours(wrap):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from roundpipe.calling import Calling
 from roundpipe.checkpoint.find import require_replaceable
 from roundpipe.checkpoint.layer_files import require_finite
 from roundpipe.checkpoint.load import (
@@ -22,6 +21,7 @@ from roundpipe.checkpoint.saved import SavedCheckpoint
 from roundpipe.checkpoint.snapshot import Progress, require_settled, take
 from roundpipe.checkpoint.write import write_checkpoint, write_model_only
 from roundpipe.errors import ConfigError, RoundPipeError
+from roundpipe.generating import Generating
 from roundpipe.sim.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
     from roundpipe.checkpoint.load import Opened
     from roundpipe.checkpoint.manifest import Manifest
     from roundpipe.checkpoint.snapshot import Snapshot
-    from roundpipe.planner import Planner
 
 logger = logging.getLogger(__name__)
 
 
-class Checkpointing(Calling):
+class Checkpointing(Generating):
     """A wrapper whose training can be stopped and gone on with."""
 
-    planner: Planner
     _saving: SavedCheckpoint | None = None
 
     def save_checkpoint(  # noqa: PLR0913 - all that a run consists of

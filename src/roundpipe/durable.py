@@ -23,7 +23,7 @@ import secrets
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,12 +226,22 @@ def _is_held(folder: Path) -> bool:
 
 if sys.platform == "win32":
 
-    def _lock(descriptor: int) -> bool:
+    def wait_for_lock(file: IO[Any]) -> None:
         """Windows is served through WSL, and natively without this protection."""
+
+    def _lock(descriptor: int) -> bool:
         return True
 
 else:
     import fcntl
+
+    def wait_for_lock(file: IO[Any]) -> None:
+        """Hold an open file until it is closed; blocks while another process holds it.
+
+        Where the file system knows no locks, as if it were held.
+        """
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
 
     def _lock(descriptor: int) -> bool:
         """Whether the lock was had; where the file system knows none, as if it were."""

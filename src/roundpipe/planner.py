@@ -91,7 +91,7 @@ class Planner:
     ) -> None:
         self._spec, self._layers = spec, layers
         self._ground = ground_of(pool, memory_limit)
-        self._num_devices = len(pool.devices)
+        self.devices = pool.devices
         self._make = None if isinstance(schedule, str) else schedule
         self._schedule = schedule if isinstance(schedule, str) else "round_robin"
         if self._schedule == "auto" and self._ground.is_on_cpu:
@@ -238,7 +238,7 @@ class Planner:
 
     def _made(self, setting: Setting, make: ScheduleMaker) -> Plan:
         made = make(self.costs, self._ground.machine, setting.microbatches)
-        require_computation(made, devices=self._num_devices, microbatches=setting.microbatches)
+        require_computation(made, devices=len(self.devices), microbatches=setting.microbatches)
         check([made])
         partition = partition_in(made)
         require_whole(partition, self.costs)
@@ -263,7 +263,7 @@ class Planner:
         work = sum(2 * cost.forward_seconds + cost.backward_seconds for cost in costs.layers)
         return Setting(
             costs=costs,
-            devices=self._num_devices,
+            devices=len(self.devices),
             microbatches=num_microbatches,
             machine=ground.played_machine,
             memory_limit=limit,
@@ -285,7 +285,7 @@ class Planner:
         """The program of one step of ``kind`` dealt from ``start_device`` on."""
         if kind not in self._lowered:
             computation = kind.plan.computation(
-                self.costs, devices=self._num_devices, microbatches=kind.num_microbatches
+                self.costs, devices=len(self.devices), microbatches=kind.num_microbatches
             )
             options = Options(
                 costs=self.costs,
@@ -335,7 +335,7 @@ class Planner:
     def _pass(self, key: Pass) -> Program:
         """A pass on idle devices."""
         if key not in self._lowered:
-            devices, count = self._num_devices, key.num_microbatches
+            devices, count = len(self.devices), key.num_microbatches
             computation = (
                 backward_only(
                     key.stages, devices=devices, microbatches=count, to_inputs=key.to_inputs
@@ -384,7 +384,7 @@ class Planner:
         return balanced(
             [planner.costs for planner in planners],
             run_type,
-            min_stages=self._num_devices if min_stages is None else min_stages,
+            min_stages=len(self.devices) if min_stages is None else min_stages,
             upper_threshold=upper_threshold,
             stage_bytes=None if memory_limit is None else int(memory_limit / 2),
         )

@@ -18,9 +18,6 @@ from roundpipe.chain import Chain
 from roundpipe.checkpointing import Checkpointing
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.generation import generate
-from roundpipe.engine.microbatch import config_of_call
-from roundpipe.engine.outlook import outlook
 from roundpipe.engine.pool import DevicePool
 from roundpipe.engine.random import Numbering
 from roundpipe.engine.updates import StepResult
@@ -41,9 +38,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch.optim import Optimizer
 
-    from roundpipe.engine.outlook import Outlook
     from roundpipe.optim.scaler import GradScaler
-    from roundpipe.plan.machine import Machine
     from roundpipe.plan.timeline import Timeline
     from roundpipe.planner import ScheduleMaker
     from roundpipe.sim.search import Plan
@@ -169,35 +164,20 @@ class RoundPipe(Checkpointing):
         Takes the model's size of memory, once. Blocks on the disk. Raises ConfigError for files
         that are missing, broken or of a format that is not read.
         """
-        from roundpipe.models.loading.load import open_causal_lm  # noqa: PLC0415 (late imports)
+        from roundpipe.models.loading.pretrained import load_pretrained  # noqa: PLC0415 (late)
 
-        if mapped not in (True, False, "auto"):
-            raise ConfigError(f"mapped must be True, False or 'auto': {mapped!r}")
-        if quantization is not None:
-            _require_whole_base(peft_config)
-        with torch.device("cpu"):  # whatever the caller's default device is
-            opened = open_causal_lm(
-                name_or_path,
-                dtype=dtype,
-                quantization=quantization,
-                attn_implementation=attn_implementation,
-                revision=revision,
-            )
-            is_frozen = peft_config is not None
-            if mapped is True and not is_frozen:
-                raise ConfigError(
-                    "mapped weights cannot be trained: mapped=True\nhint: peft_config=LoraConfig(…)"
-                )
-            if mapped is True or (mapped == "auto" and is_frozen and not opened.fits_memory):
-                loaded = opened.load_mapped(cache_folder=cache_folder, progress=progress)
-            else:
-                loaded = opened.load(progress=progress)
-            model = loaded.model.train()
-            if peft_config is not None:
-                from peft import get_peft_model  # noqa: PLC0415 (takes seconds)
-
-                model = get_peft_model(model, peft_config)
-        return cls(model, bases=loaded.bases, **settings)
+        loaded = load_pretrained(
+            name_or_path,
+            dtype=dtype,
+            quantization=quantization,
+            peft_config=peft_config,
+            mapped=mapped,
+            cache_folder=cache_folder,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            progress=progress,
+        )
+        return cls(loaded.model, bases=loaded.bases, **settings)
 
     def attach_optimizer(self, optimizer: Optimizer, *, resume: bool = False) -> None:
         """Take over an optimizer before the first step, which does it otherwise.
@@ -252,51 +232,6 @@ class RoundPipe(Checkpointing):
             )
             self._chain.step(update, is_async=is_async)
         return StepResult(update, self._engine)
-
-    def generate(
-        self,
-        *args: Any,
-        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
-        use_adapter: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Continue prompts by a causal LM's own ``generate``, of which all other arguments are.
-
-        In evaluation mode on the first device, with the newest weights: those stay there until it
-        is done if there is room for them and for the cache, else blocks come up as they are used.
-        ``use_adapter=False``: the base model, without the adapters of ``peft``.
-        The tokens are those that the plain model would make. Returns what that returns (token ids
-        [sequences, length], int64, unless asked for more), on ``output_device`` (the host). Blocks
-        until then, and before for what is under way; training may go on afterwards.
-
-        Raises ModelError for a model that does not generate text, ConfigError for prompts with
-        images, DeviceError where no room is.
-        """
-        self._ready()
-        config = config_of_call(roundpipe_run_config, self._config)
-        self._text_only.check(args[:1], kwargs)
-        self._settle()
-        return generate(
-            self._engine,
-            args,
-            kwargs,
-            device_bytes=self.planner.device_bytes,
-            newest=self._chain.staleness == 1,
-            output_device=torch.device(config.output_device or "cpu"),
-            use_adapter=use_adapter,
-        )
-
-    def generation_outlook(
-        self, rows: int, prompt: int, new_tokens: int, machine: Machine | None = None
-    ) -> Outlook:
-        """Say what ``generate`` will do with ``rows`` prompts of ``prompt`` tokens; runs nothing.
-
-        ``machine``: whose rates count; None: data sheets'. Raises ModelError as ``generate``.
-        """
-        self._ready()
-        size = {"rows": rows, "prompt": prompt, "new_tokens": new_tokens}
-        at = machine or self.planner.machine
-        return outlook(self._engine, at, device_bytes=self.planner.device_bytes, **size)
 
     def synchronize(self) -> None:
         """Block until nothing is under way; raises what failed since the last call.
@@ -361,18 +296,6 @@ class RoundPipe(Checkpointing):
     def timeline(self) -> Timeline:
         """What ran when, of the training calls that are still remembered."""
         return self._chain.timeline()
-
-
-def _require_whole_base(peft_config: Any) -> None:
-    """Raise ConfigError for adapters that begin with the values of weights that are packed."""
-    start = getattr(peft_config, "init_lora_weights", True)
-    takes_apart = isinstance(start, str) and start not in ("gaussian", "orthogonal")
-    if takes_apart or getattr(peft_config, "use_dora", False):
-        what = f"init_lora_weights={start!r}" if takes_apart else "use_dora=True"
-        raise ConfigError(
-            f"adapters that take the base weights apart cannot start from 4-bit ones: {what}\n"
-            "hint: leave it out, or quantization=None"
-        )
 
 
 def _require(model: nn.Module, pool: DevicePool | None, **words: str) -> None:

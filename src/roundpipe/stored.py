@@ -52,14 +52,23 @@ class Stored(Wrapped):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The working weights by the model's own names; in an ``OptimizerCtx`` the masters.
 
-        Between a call and its step it waits for the gradients. See [Note: gradients in sight].
+        Waits for what is under way: after a step they are updated, and between a call and its step
+        gradients are there. See [Note: gradients in sight].
         """
         if wants_masters():
             prefix = kwargs.get("prefix", args[0] if args else "")
             return self.optim_named_parameters(prefix)
-        if self._chain.making.runs and not is_worker():
+        if not is_worker():
             self._settle()
         return super().named_parameters(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper, then all within the model, whose weights are as in ``named_parameters``."""
+        if not is_worker():
+            self._settle()
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def _show_gradients(self) -> None:
         """Put gradients where a plain loop has them. See [Note: gradients in sight].

@@ -24,6 +24,7 @@ from roundpipe.errors import (
     StepError,
 )
 from roundpipe.finetune.settings.config import TrainConfig
+from roundpipe.finetune.use import chat_wish, eval_wish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,6 +98,33 @@ def test_version_and_schema_print_themselves(capsys: pytest.CaptureFixture[str])
 def test_help_of_train_shows_how_keys_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     assert "roundpipe train [FILE] [key=value" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "init", "chat", "eval", "merge", "doctor"])
+def test_help_fits_a_terminal_and_its_usage_names_the_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "-h"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"Usage: roundpipe {command} ")
+    assert max(map(len, lines)) < 80
+    assert any(line.startswith("  For example: roundpipe ") for line in lines)
+
+
+def test_help_names_every_option_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, options in (
+        ("chat", {*chat_wish.OPTIONS, *chat_wish.TEXTS} - {"batch_size"}),
+        ("eval", set(eval_wish.OPTIONS)),
+        ("trace", {"output", "html"}),
+    ):
+        main([command, "--help"])
+        text = capsys.readouterr().out
+        assert {name for name in options if name not in text} == set()
+
+
+def test_the_list_of_commands_is_not_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
 
 
 def test_an_unknown_command_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:

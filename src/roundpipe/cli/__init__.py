@@ -13,16 +13,17 @@ import contextlib
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from roundpipe.cli import explained
 from roundpipe.errors import ConfigError, DeadlockError, PlanError, RoundPipeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _SIGNALLED = 128  # exit codes above this: the number of a signal is added to it
 _TRAIN_USAGE = "roundpipe train [FILE] [key=value | --key value | --key=value …]"
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Fine-tune models larger than your devices.",
 )
 
@@ -92,102 +94,74 @@ def _root(
     """Options that stand before a command."""
 
 
-@app.command(
-    context_settings=_RAW,
-    options_metavar="[FILE] [key=value …]",
-    help="Fine-tune a model. FILE is a YAML config; any key of it may be given on the command line "
-    "as key=value, --key value or --key=value. `roundpipe schema` lists the keys.",
-    epilog="roundpipe train model=MODEL dataset=DATA.jsonl output_dir=out",
-)
+@app.command(**explained.TRAIN.as_settings())
 def train(context: typer.Context) -> None:
     """Fine-tune a model."""
     _guarded(lambda: _train(context.args))
 
 
-@app.command(
-    context_settings=_RAW,
-    options_metavar="[FILE] [key=value …] [--why] [--json] [--trace FILE] [--html FILE]",
-    help="Say if a job fits, how fast, how long. The job is what FILE and keys describe; nothing "
-    "of it is loaded. machine=8x4090,512GB plans for a machine you do not have. Without a model: a "
-    "table of what this machine can train. Exit code 3 where the job does not fit.",
-    epilog="roundpipe plan model=Qwen/Qwen3-32B machine=8x4090,512GB method=lora batch_size=128",
-)
+@app.command(**explained.PLAN.as_settings())
 def plan(context: typer.Context) -> None:
     """Say whether a job fits, how fast it is and how long it takes."""
-    _guarded(lambda: _plan(context.args))
+    _guarded(lambda: _heard(_plan, context.args))
 
 
-@app.command(
-    context_settings=_RAW,
-    options_metavar="MODEL DATA [key=value …] [-o FILE]",
-    help="Write a first config for a model and a dataset, with values that fit this machine and "
-    "this data, each with a comment that says why. To the terminal, or with -o to a new file.",
-    epilog="roundpipe init Qwen/Qwen3-0.6B my.jsonl -o my.yaml",
-)
+@app.command(**explained.INIT.as_settings())
 def init(context: typer.Context) -> None:
     """Write a commented config."""
-    _guarded(lambda: _init(context.args))
+    _guarded(lambda: _heard(_init, context.args))
 
 
-@app.command(
-    context_settings=_RAW,
-    options_metavar="RUN [prompt=…] [system=…] [temperature=…] [max_new_tokens=…] [--json]",
-    help="Talk with a model, or have it answer prompts: those of prompt=… or, from a pipe, a line "
-    "each. RUN is the folder of a run, a checkpoint in it, a model or an adapter: a folder, a hub "
-    "id or a GGUF file. compare=base has the base answer beside its adapter. All keys of a config "
-    "count: devices, dtype, device_memory_limit …",
-    epilog="roundpipe chat out",
-)
+@app.command(**explained.CHAT.as_settings())
 def chat(context: typer.Context) -> None:
     """Talk with a model."""
     _guarded(lambda: _chat(context.args))
 
 
-@app.command(
-    "eval",
-    context_settings=_RAW,
-    options_metavar="RUN [key=value …]",
-    help="Score a model on data: loss and perplexity, and with answer_pattern (a regular "
-    "expression with one group) how many of its answers match. RUN as for chat; without dataset=… "
-    "the evaluation data of the run.",
-    epilog="roundpipe eval out dataset=test.jsonl",
-)
+@app.command("eval", **explained.EVAL.as_settings())
 def evaluate(context: typer.Context) -> None:
     """Score a model on data."""
     _guarded(lambda: _eval(context.args))
 
 
-@app.command(
-    context_settings=_RAW,
-    options_metavar="RUN [output_dir=FOLDER] [dtype=…] [base=dequantized|original]",
-    help="Put an adapter into its base model: one model that everything loads. RUN as for chat. "
-    "Written to FOLDER, or to merged in the run's folder. base=original merges an adapter trained "
-    "over 4 bits into the weights of before.",
-    epilog="roundpipe merge out output_dir=merged",
-)
+@app.command(**explained.MERGE.as_settings())
 def merge(context: typer.Context) -> None:
     """Put an adapter into its base model."""
     _guarded(lambda: _merge(context.args))
 
 
-app.command("export", context_settings=_RAW, hidden=True, help="The same as merge.")(merge)
+app.command("export", **explained.MERGE.as_settings(), hidden=True)(merge)
 
 
 @app.command(
-    help="Print the keys of a config as JSON schema: type, default, meaning, other names. Editors "
-    "check a config against it: # yaml-language-server: $schema=FILE"
+    options_metavar="[> FILE]",
+    short_help="Print all keys of a config, as JSON schema.",
+    help="Print all keys of a config as JSON schema: type, default, meaning, other names. Editors "
+    "check a config whose first line is: # yaml-language-server: $schema=FILE",
+    epilog="For example: roundpipe schema > roundpipe.schema.json",
 )
 def schema() -> None:
     """Print the JSON schema of a config."""
     _guarded(_print_schema)
 
 
+class _Worded(TyperCommand):
+    """A command whose usage is ``options_metavar`` alone."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # typer's own: {RUN} for an argument
+        return [self.options_metavar or ""]
+
+
 @app.command(
-    help="Show when each action of a run ran, as a trace or a page. The trace is for Perfetto, in "
-    "RUN_DIR/trace.json where nothing else is said."
+    cls=_Worded,
+    options_metavar="RUN [--output FILE] [--html FILE]",
+    short_help="Show when each action of a run ran, as a trace or a page.",
+    help="Show when each action of a run ran. RUN is the output_dir of a run. Without an option a "
+    "trace for Perfetto is written to trace.json in it.",
+    epilog="For example: roundpipe trace out --html run.html",
 )
 def trace(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run.")],
+    run_dir: Annotated[str, typer.Argument(metavar="RUN", hidden=True)],
     output: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the trace here.")
     ] = None,
@@ -197,19 +171,13 @@ def trace(
     _guarded(lambda: _trace(run_dir, output, html))
 
 
-@app.command(
-    context_settings=_RAW,
-    options_metavar="[devices=auto] [--output FILE] [--save] [--json]",
-    help="Measure this machine: devices, links, host memory, optimizer. Says what is slow and what "
-    "it costs, and writes a machine file: to FILE, or with --save where later plans find it.",
-    epilog="roundpipe doctor devices=cpu*2 --output machine.yaml",
-)
+@app.command(**explained.DOCTOR.as_settings())
 def doctor(context: typer.Context) -> None:
     """Measure this machine."""
-    _guarded(lambda: _doctor(context.args))
+    _guarded(lambda: _heard(_doctor, context.args))
 
 
-app.command("env", context_settings=_RAW, hidden=True, help="The same as doctor.")(doctor)
+app.command("env", **explained.DOCTOR.as_settings(), hidden=True)(doctor)
 
 
 def _train(arguments: list[str]) -> int:
@@ -280,6 +248,14 @@ def _print_schema() -> int:
 
     typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return 0
+
+
+def _heard(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Run what a signal ends wherever it is, also where a library would lose the exception."""
+    from roundpipe.finetune.run.signals import leave_at_once, listening  # noqa: PLC0415
+
+    with listening(leave_at_once):
+        return command(arguments)
 
 
 def _refuse_launchers() -> None:

@@ -70,17 +70,19 @@ def _with_model(
     for line in request.notes:
         terminal.line(line)
     with terminal.waiting("starting torch"):
-        from roundpipe.finetune.use import chat, talk  # noqa: PLC0415 (torch)
+        from roundpipe.finetune.use.answering import answer_prompts  # noqa: PLC0415 (torch)
+        from roundpipe.finetune.use.chat import require_base  # noqa: PLC0415
+        from roundpipe.finetune.use.conversation import converse  # noqa: PLC0415
         from roundpipe.finetune.use.opened import open_subject  # noqa: PLC0415
         from roundpipe.finetune.use.subject import find_subject  # noqa: PLC0415
     subject = find_subject(request.given, terminal, environment=environment, base=request.base)
     if wish.compares:
-        chat.require_base(subject)
+        require_base(subject)
     screen = ThisTerminal(sys.stdout, terminal)
     with open_subject(subject, request.settings, terminal, environment=environment) as opened:
         if asked is None:
-            return talk.converse(opened, wish, screen, terminal, environment=environment)
-        talk.answer_prompts(opened, wish, asked, screen.show, terminal, environment=environment)
+            return converse(opened, wish, screen, terminal, environment=environment)
+        answer_prompts(opened, wish, asked, screen.show, terminal, environment=environment)
     return 0
 
 

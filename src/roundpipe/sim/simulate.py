@@ -79,11 +79,6 @@ class Simulation:
         return tuple(ends)
 
     @property
-    def num_actions(self) -> int:
-        """How many actions the chain has."""
-        return len(self._player.nodes.actions)
-
-    @property
     def moved_bytes(self) -> float:
         """What went over links and through host memory, of all steps."""
         return sum(work.num_bytes for work in self._player.nodes.works)

@@ -13,7 +13,7 @@ import pytest
 from roundpipe.finetune.run.signals import Stop, Stopped, listening, signal_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -39,13 +39,19 @@ def noted(stop: Stop, number: int) -> None:
         pass
 
 
+@contextlib.contextmanager
+def ended_by_a_signal(leave: Callable[[int], None] | None = None) -> Iterator[Stop]:
+    """Listen to signals, and expect that one ends the block."""
+    with pytest.raises(Stopped), listening(leave) as stop:
+        yield stop
+
+
 @pytest.mark.parametrize("number", EXIT_CODES)
 def test_before_the_first_step_a_signal_leaves_at_once(number: signal.Signals) -> None:
-    with listening(lambda _: None) as stop:
-        with pytest.raises(Stopped) as caught:
-            noted(stop, number)
-        assert caught.value.exit_code == EXIT_CODES[number]
-        assert stop.asked == number
+    with pytest.raises(Stopped) as caught, listening(lambda _: None) as stop:
+        noted(stop, number)
+    assert caught.value.exit_code == EXIT_CODES[number]
+    assert stop.asked == number
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)
@@ -130,11 +136,64 @@ def test_what_was_ignored_at_the_start_stays_ignored() -> None:
 
 
 def test_a_signal_whose_exception_was_lost_is_not_forgotten() -> None:
-    with listening(lambda _: None) as stop:
+    with ended_by_a_signal(lambda _: None) as stop:
         with contextlib.suppress(BaseException):  # as some libraries do
             noted(stop, signal.SIGTERM)
-        with pytest.raises(Stopped), stop.patient(lambda _: None):
+        with stop.patient(lambda _: None):
             raise AssertionError("a step was made")
+
+
+def lose(stop: Stop) -> None:
+    """Send a signal whose exception is dropped, as C code does that imports a module."""
+    with contextlib.suppress(BaseException):
+        noted(stop, signal.SIGINT)
+
+
+def test_a_program_is_left_where_the_exception_of_a_signal_was_lost() -> None:
+    codes: list[int] = []
+    has_left = threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        has_left.set()
+
+    with ended_by_a_signal(leave) as stop:
+        lose(stop)
+        assert has_left.wait(10), "the command went on"
+    assert codes == [130]
+
+
+class CountedEvent(threading.Event):
+    """An event that tells how often it was waited for in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vain = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        is_set = super().wait(timeout)
+        if not is_set:
+            self.vain.release()
+        return is_set
+
+
+def test_a_program_that_its_signal_is_ending_gets_the_time_it_takes() -> None:
+    codes: list[int] = []
+    with ended_by_a_signal(codes.append) as stop:
+        stop._is_over = looks = CountedEvent()
+        try:
+            noted(stop, signal.SIGINT)
+        finally:  # it is looked three times whether the exception was lost
+            assert all(looks.vain.acquire(timeout=10) for _ in range(3))
+    assert codes == []
+
+
+def test_what_half_an_import_makes_of_a_signal_is_no_problem_of_its_own() -> None:
+    with ended_by_a_signal(lambda _: None) as stop:
+        lose(stop)
+        raise ImportError("cannot import name")
+    with ended_by_a_signal() as stop:  # of a library, which has nobody that leaves
+        lose(stop)
 
 
 def test_another_thread_listens_to_nothing() -> None:

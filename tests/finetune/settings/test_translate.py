@@ -50,6 +50,21 @@ def test_what_a_refusal_says_can_be_pasted() -> None:
         read({key: "xyzzy"}, f"{key}=none")
 
 
+def test_all_that_is_refused_is_told_at_once() -> None:
+    hub = {"push_to_hub": True, "hub_model_id": "me/x", "hub_strategy": "end", "beta": 0.1}
+    with pytest.raises(ConfigError) as found:
+        read(hub)
+    first, _, hint = str(found.value).partition("\nhint: ")
+    assert first == "not supported: push_to_hub: true, hub_model_id: me/x, beta: 0.1"
+    assert hint.startswith("push_to_hub=none hub_model_id=none, and upload")
+    read(hub, *(word.strip(",:;") for word in hint.split() if "=none" in word))
+
+
+def test_experts_of_axolotls_qlora_are_packed_as_it_asks() -> None:
+    asked = {"adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
+    assert read(asked).config.finetuning_type == "qlora"
+
+
 def test_a_config_that_merges_an_adapter_is_told_so() -> None:
     with pytest.raises(ConfigError, match=r"no dataset is given, and export_dir: out is not train"):
         read_layers({"model": "m", "export_dir": "out"}, {}, lambda devices: 1)

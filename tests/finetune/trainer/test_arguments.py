@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.finetune.tiny_model import tiny_model
 from transformers import BitsAndBytesConfig, TrainingArguments
 
+from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.model.adapters import lora_config
 from roundpipe.finetune.model.peft_quietly import LoraConfig, get_peft_model
@@ -119,7 +121,8 @@ def test_what_is_set_is_set() -> None:
 
 def test_a_batch_is_times_the_devices() -> None:
     args = TrainingArguments("out", per_device_train_batch_size=2)
-    assert read(args, num_devices=3).config.batch_size == 6
+    with RoundPipe(tiny_model(), devices="cpu*3") as pipe:
+        assert read(args, pipe).config.batch_size == 6
 
 
 def test_an_8_bit_optimizer_keeps_moments_in_8_bits() -> None:

@@ -18,7 +18,7 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.trainer.arguments import read_arguments
 from roundpipe.finetune.trainer.collating import CollatorBatches
 from roundpipe.finetune.trainer.datasets import Data, Preparing
-from roundpipe.finetune.trainer.tokens import tokenizer_from
+from roundpipe.finetune.trainer.setting_up import tokenizer_from
 
 if TYPE_CHECKING:
     from types import ModuleType

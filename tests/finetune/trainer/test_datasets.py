@@ -42,6 +42,7 @@ ASKED = [{"prompt": talk["messages"][:1], "completion": talk["messages"][1:2]} f
 TOKENS = [{"input_ids": list(range(5, 12 + i))} for i in range(5)]
 LABELLED = [{**row, "labels": [-100] * 3 + row["input_ids"][3:]} for row in TOKENS]
 MASKED = [{**row, "assistant_masks": [0] * 3 + [1] * (len(row["input_ids"]) - 3)} for row in TOKENS]
+ANSWERED = [{**row, "completion_mask": [0] * 2 + [1] * (len(row["input_ids"]) - 2)} for row in TOKENS]
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +95,11 @@ def marked(tiny: ModuleType) -> str:
         (PAIRS, {}),
         (ASKED, {}),
         (MASKED, {"max_length": 8}),
+        (ANSWERED, {}),
+        (ANSWERED, {"completion_only_loss": True}),
+        ([{**row, "prompt": "", "completion": ""} for row in ANSWERED], {}),
     ],
-    ids=["text", "messages", "answers", "strings", "asked", "masked"],
+    ids=["text", "messages", "answers", "strings", "asked", "masked", "whole", "rest", "pair"],
 )
 def test_samples_are_those_of_trl_token_by_token(
     tiny: ModuleType, rows: list[Any], fields: dict[str, Any]

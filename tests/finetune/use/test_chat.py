@@ -14,9 +14,9 @@ from roundpipe import RoundPipe
 from roundpipe.errors import DataError
 from roundpipe.finetune.output.prompts import tokens_of
 from roundpipe.finetune.output.sample import Answerer
-from roundpipe.finetune.use.chat import Chat, base_alone, sampling_of
+from roundpipe.finetune.use.chat import Chat, base_alone, sampling_of, stoppable
 from roundpipe.finetune.use.chat_wish import ChatWish
-from roundpipe.finetune.use.conversation import HELP, Conversation, stoppable
+from roundpipe.finetune.use.conversation import HELP, Conversation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

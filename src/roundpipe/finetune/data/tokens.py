@@ -36,7 +36,6 @@ class TokenWriter:
         self._files: dict[str, IO[bytes]] = {}
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
         self._tokens = 0
-        self._is_named = folder is not None
         try:
             for name in ARRAYS:
                 if folder is None:

@@ -45,7 +45,8 @@ def duration(wish: Wish, speed: Speed) -> Duration | None:
     full = bound_seconds(speed.case, size=speed.size)
     seconds = speed.seconds * bound_seconds(speed.case, size=speed.size, length=mean) / full
     names = ", ".join(Path(entry.path).name for entry in config.dataset)
-    what = f"{config.num_train_epochs:g} epochs of {names}" if config.max_steps is None else names
+    epochs = f"{config.num_train_epochs:g} epoch{'' if config.num_train_epochs == 1 else 's'}"
+    what = f"{epochs} of {names}" if config.max_steps is None else names
     about = "" if data.is_exact else "about "
     return Duration(
         steps,

@@ -36,27 +36,27 @@ _MOVE = 0.05  # the same of B alone, whose sums run in another order
 _ROUNDINGS = 2  # of the largest logit: what is below is nothing, also where A does nothing to B
 
 
-def check_packing(trainer: RoundPipe, *, vocabulary: int) -> None:
+def check_packing(pipe: RoundPipe, *, vocabulary: int) -> None:
     """Raise ConfigError, naming the model, unless packed samples cannot see each other.
 
     ``vocabulary``: how many tokens the model knows. Runs two small forwards without gradient and
     blocks until they are done; no random state and no weight is changed.
     """
-    name = _name_of(trainer.model)
-    was_training = trainer.training
-    trainer.eval()
+    name = _name_of(pipe.model)
+    was_training = pipe.training
+    pipe.eval()
     try:
-        rows, alone = _logits(trainer, vocabulary)
+        rows, alone = _logits(pipe, vocabulary)
     except (RoundPipeError, TypeError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise ConfigError(f"{name} takes no packed samples: {why}\nhint: packing=false") from error
     finally:
-        trainer.train(was_training)
+        pipe.train(was_training)
     first, other, unpacked = rows.unbind()
     seen = _distance(unpacked, alone)  # what A does to B where B sees it
     seen = seen if math.isfinite(seen) else 0.0
     largest = float(torch.where(first.isfinite(), first.abs(), 0.0).max())
-    rounding = _ROUNDINGS * torch.finfo(_dtype_of(trainer)).eps * largest
+    rounding = _ROUNDINGS * torch.finfo(_dtype_of(pipe)).eps * largest
     if (leak := _distance(first, other)) > max(rounding, _LEAK * seen):
         raise ConfigError(
             f"{name} mixes packed samples: changing one moves logits of the next by {leak:.2g}, "
@@ -69,7 +69,7 @@ def check_packing(trainer: RoundPipe, *, vocabulary: int) -> None:
         )
 
 
-def _logits(trainer: RoundPipe, vocabulary: int) -> tuple[Tensor, Tensor]:
+def _logits(pipe: RoundPipe, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Logits of B in the three rows, [3, tokens, vocabulary], and of B alone, both fp32."""
     # From the middle: what has a meaning of its own stands at the ends of a vocabulary.
     low, high = vocabulary // 8, max(vocabulary // 2, vocabulary // 8 + 2)
@@ -80,19 +80,17 @@ def _logits(trainer: RoundPipe, vocabulary: int) -> tuple[Tensor, Tensor]:
     once = torch.arange(_LENGTH)
     packed, whole = torch.cat([once, once]), torch.arange(2 * _LENGTH)
     rows = _run(
-        trainer,
+        pipe,
         torch.stack([torch.cat([a, b]), torch.cat([changed, b]), torch.cat([a, b])]),
         torch.stack([packed, packed, whole]),
     )
-    return rows[:, _LENGTH:], _run(trainer, b[None], once[None])[0]
+    return rows[:, _LENGTH:], _run(pipe, b[None], once[None])[0]
 
 
-def _run(trainer: RoundPipe, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+def _run(pipe: RoundPipe, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     config = RoundPipeRunConfig(requires_grad=False, num_microbatch=1, output_device="cpu")
     with torch.no_grad():
-        outputs = trainer(
-            input_ids=input_ids, position_ids=position_ids, roundpipe_run_config=config
-        )
+        outputs = pipe(input_ids=input_ids, position_ids=position_ids, roundpipe_run_config=config)
     logits: Tensor = outputs.logits
     return logits.float()
 
@@ -104,9 +102,9 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float(apart.nan_to_num(nan=math.inf).max())
 
 
-def _dtype_of(trainer: RoundPipe) -> torch.dtype:
+def _dtype_of(pipe: RoundPipe) -> torch.dtype:
     """The coarsest of the model's floating dtypes."""
-    dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point()}
+    dtypes = {p.dtype for p in pipe.model.parameters() if p.is_floating_point()}
     return max(dtypes or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
 
 

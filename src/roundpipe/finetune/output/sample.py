@@ -56,7 +56,7 @@ _NOT_OF_ANSWERS = {
 
 
 def answer(  # noqa: PLR0913 - what one may want to say about an answer
-    trainer: RoundPipe,
+    pipe: RoundPipe,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     *,
@@ -68,7 +68,7 @@ def answer(  # noqa: PLR0913 - what one may want to say about an answer
 ) -> list[str]:
     """Answer each prompt; see `Answerer` and its `answers`."""
     how = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **sampling}
-    return Answerer(trainer, tokenizer, **how).answers(prompts, tell=tell, should_stop=should_stop)
+    return Answerer(pipe, tokenizer, **how).answers(prompts, tell=tell, should_stop=should_stop)
 
 
 def sampling_settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Answerer:
 
     def __init__(
         self,
-        trainer: RoundPipe,
+        pipe: RoundPipe,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_new_tokens: int = MAX_NEW_TOKENS,
@@ -113,16 +113,16 @@ class Answerer:
         machine: Machine | None = None,
         **sampling: Any,
     ) -> None:
-        self.trainer, self.tokenizer = trainer, tokenizer
+        self.pipe, self.tokenizer = pipe, tokenizer
         self.max_new_tokens, self.batch_size, self.seed = max_new_tokens, batch_size, seed
         self.num_tokens, self.seconds = 0, 0.0
         self.use_adapter = True
         self._machine = machine
         self._sampling = sampling_settings(sampling)
-        self._ends = end_tokens(trainer.model, tokenizer)
-        self._pad = pad_token_of(tokenizer, trainer.model)
-        self._most = most_computable(trainer.model)
-        self._takes_padding: bool | None = None if _is_stateful(trainer.model) else True
+        self._ends = end_tokens(pipe.model, tokenizer)
+        self._pad = pad_token_of(tokenizer, pipe.model)
+        self._most = most_computable(pipe.model)
+        self._takes_padding: bool | None = None if _is_stateful(pipe.model) else True
 
     # ---- before and after
 
@@ -130,7 +130,7 @@ class Answerer:
         """What answering ``prompts``, ``rows`` of them at a time, will do."""
         longest = max((len(tokens_of(self.tokenizer, prompt)) for prompt in prompts), default=1)
         rows = min(len(prompts) or 1, self.batch_size) if rows is None else rows
-        return self.trainer.generation_outlook(
+        return self.pipe.generation_outlook(
             rows, longest, self.max_new_tokens, machine=self._machine
         )
 
@@ -230,7 +230,7 @@ class Answerer:
         if should_stop is not None:
             more["stopping_criteria"] = [_stops_when(should_stop)]
         started = time.perf_counter()
-        output = self.trainer.generate(
+        output = self.pipe.generate(
             **self._padded(prompts, width), generation_config=self._settings(max_new_tokens), **more
         )
         self.seconds += time.perf_counter() - started
@@ -284,7 +284,7 @@ class Answerer:
         """Whether padding before a prompt changes nothing; tried once with a model of states."""
         if self._takes_padding is None:
             logits = [
-                self.trainer.generate(
+                self.pipe.generate(
                     **self._padded([prompt], len(prompt) + more),
                     max_new_tokens=1,
                     do_sample=False,
@@ -300,7 +300,7 @@ class Answerer:
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Put the random state back, that of all devices: torch gives them all a seed."""
-        place = self.trainer.generation_outlook(1, 1, 1).place
+        place = self.pipe.generation_outlook(1, 1, 1).place
         is_host = place.type == "cpu"
         cards = [] if is_host else list(range(torch.accelerator.device_count()))
         with torch.random.fork_rng(devices=cards, device_type="cuda" if is_host else place.type):

@@ -38,7 +38,7 @@ class Evaluation:
 
 
 def evaluate(  # noqa: PLR0913 - what runs, what it runs on, and who may end it
-    trainer: Callable[..., Any],
+    model: Callable[..., Any],
     batches: Iterable[Mapping[str, Tensor]],
     *,
     run_config: Callable[[int], RoundPipeRunConfig],
@@ -49,7 +49,7 @@ def evaluate(  # noqa: PLR0913 - what runs, what it runs on, and who may end it
 ) -> Evaluation:
     """Mean loss per trained token over ``batches``, whatever they are cut into.
 
-    ``trainer`` is called with a batch's tensors, in evaluation mode already, and gives an output
+    ``model`` is called with a batch's tensors, in evaluation mode already, and gives an output
     with ``.loss``, the mean over that batch: its newest weights are used and nothing of its
     training is changed. ``run_config`` is asked with the rows of a batch. ``should_stop`` is asked
     before each batch, ``tell`` told how many rows are done. Where a device's memory is short the
@@ -67,7 +67,7 @@ def evaluate(  # noqa: PLR0913 - what runs, what it runs on, and who may end it
         rows = len(batch["input_ids"])
         if count := count_trained_tokens(batch["labels"]):
             config = replace(run_config(rows), loss_only=True, requires_grad=False)
-            total += _loss(trainer, batch, config, splitting, say) * count
+            total += _loss(model, batch, config, splitting, say) * count
             tokens += count
         done += rows
         tell(done)
@@ -76,7 +76,7 @@ def evaluate(  # noqa: PLR0913 - what runs, what it runs on, and who may end it
 
 
 def _loss(
-    trainer: Callable[..., Any],
+    model: Callable[..., Any],
     batch: Mapping[str, Tensor],
     config: RoundPipeRunConfig,
     splitting: Splitting,
@@ -87,7 +87,7 @@ def _loss(
         more = splitting.times(config.num_microbatch, rows)
         try:
             with torch.no_grad():
-                output = trainer(**batch, roundpipe_run_config=replace(config, num_microbatch=more))
+                output = model(**batch, roundpipe_run_config=replace(config, num_microbatch=more))
             return float(output.loss)
         except (RoundPipeError, torch.OutOfMemoryError) as error:
             if not lost_memory(error):

@@ -1,6 +1,6 @@
 """What ran when in the last steps of a run, kept for ``timeline.json``.
 
-``take`` is called where the run ends, before anything else touches the trainer: what follows a
+``take`` is called where the run ends, before anything else touches the pipe: what follows a
 failure makes it forget the steps that failed. ``write`` puts the file into the folder, whole or not
 at all. Neither ever stops a run: a picture of it is worth less than its weights.
 """
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_SAMPLES = 4096  # of memory: more than the trainer remembers steps
+_MOST_SAMPLES = 4096  # of memory: more than the pipe remembers steps
 
 
 class TimelineRecorder:
-    """Records the run of ``trainer`` on ``devices``; ``title`` says what is trained on what."""
+    """Records the run of ``pipe`` on ``devices``; ``title`` says what is trained on what."""
 
-    def __init__(self, trainer: RoundPipe, devices: Sequence[Device], *, title: str) -> None:
-        self._trainer, self._devices, self._title = trainer, devices, title
+    def __init__(self, pipe: RoundPipe, devices: Sequence[Device], *, title: str) -> None:
+        self._pipe, self._devices, self._title = pipe, devices, title
         self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MOST_SAMPLES)
         self._record: TimelineRecord | None = None
 
@@ -71,7 +71,7 @@ class TimelineRecorder:
             logger.warning("%s was not written: %s", TIMELINE_FILE, error)
 
     def _read(self) -> TimelineRecord:
-        ran = self._trainer.timeline
+        ran = self._pipe.timeline
         steps = tuple(dataclasses.replace(step, step=step.step + 1) for step in ran.steps)
         counters: dict[str, list[tuple[float, float]]] = {}
         for at, used in self._samples:

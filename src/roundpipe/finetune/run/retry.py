@@ -16,7 +16,7 @@ A loop does::
     except RoundPipeError as error:      # of this step, or of the one before that was under way
         if not lost_memory(error): raise
         splitting.halve(error, rows)     # raises where rows cannot be cut
-        trainer.plan_again()             # for microbatches of another size
+        pipe.plan_again()             # for microbatches of another size
         ...                              # and gives the first step again that has not committed
 """
 

@@ -130,7 +130,7 @@ class Saver:
 
     def _save(self, step: int, *, only_model: bool, is_async: bool) -> SavedCheckpoint:
         training = self._training
-        handle: SavedCheckpoint = training.trainer.save_checkpoint(
+        handle: SavedCheckpoint = training.pipe.save_checkpoint(
             self.path(step),
             training.optimizer,
             training.scheduler,

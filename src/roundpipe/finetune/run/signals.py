@@ -12,6 +12,11 @@ A handler in Python runs only between two bytecodes of the main thread, which ma
 library for long, and it may write nothing (it can interrupt a write). So a program also has a
 thread that the system wakes with each signal: it shows the line, and it leaves.
 
+What is raised in the middle of a library may be lost there: C code that imports clears it, a
+``__del__`` prints it, a library makes an ImportError of it. So the thread looks whether the
+exception is still alive, and leaves where nobody has it any longer; and a block that ends in
+another way than by the signal that was raised in it ends by that signal all the same.
+
 Launchers pass on a Ctrl-C that the terminal has sent to the whole group already, and a closed
 terminal is told of twice: signals that come together count as one. A signal that was ignored when
 the program began (``nohup``, a shell's background job) stays ignored.
@@ -25,6 +30,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,6 +67,8 @@ class Stop:
         self._first_at: float | None = None
         self._tell: Callable[[str], None] | None = None
         self._is_patient = False
+        self._raised: weakref.ref[Stopped] | None = None  # by a handler, wherever that came
+        self._is_over = threading.Event()  # nobody listens any more
 
     @property
     def is_asked(self) -> bool:
@@ -70,7 +78,12 @@ class Stop:
     def check(self) -> None:
         """Raise `Stopped` if a signal came, also one whose exception was lost on its way."""
         if self.asked is not None:
-            raise Stopped(self.asked)
+            raise Stopped(self.asked) if self._raised is None else self._stopped(self.asked)
+
+    def check_raised(self) -> None:
+        """Raise `Stopped` if a handler raised it, whatever has become of that since."""
+        if self._raised is not None:
+            self.check()
 
     @contextlib.contextmanager
     def patient(self, tell: Callable[[str], None]) -> Iterator[None]:
@@ -88,13 +101,19 @@ class Stop:
     def handle(self, signum: int, _frame: Any = None) -> None:
         """Take a signal in the main thread: see the table above."""
         if self.asked is None:
-            self.asked = signum
             if self._leave is None:  # else `watch` has the clock
                 self._first_at = time.monotonic()
             if not self._is_patient:
-                raise Stopped(signum)
+                raise self._stopped(signum)
+            self.asked = signum
         elif self._leave is None and not self._is_echo():
             raise KeyboardInterrupt  # of a notebook: its process must live
+
+    def _stopped(self, signum: int) -> Stopped:
+        """What a handler raises. No frame of its traceback may hold it: it must die where lost."""
+        stopped = Stopped(signum)
+        self._raised, self.asked = weakref.ref(stopped), signum
+        return stopped
 
     def watch(self, wake: socket.socket) -> None:
         """Be woken by each signal until `_END`: show that it was heard, and leave at the second."""
@@ -117,12 +136,20 @@ class Stop:
             tell(signal_name(signum))
             return
         until = time.monotonic() + _PATIENCE
+        assert self._leave is not None
         while self.asked is None:  # the main thread is inside a library
             if time.monotonic() > until:
-                assert self._leave is not None
                 self._leave(128 + signum)
                 return
-            time.sleep(_TOGETHER)
+            self._is_over.wait(_TOGETHER)
+        while self._raised is not None and not self._is_over.wait(_TOGETHER):
+            if self._raised() is None:  # it was lost: nobody ends anything
+                self._leave(128 + signum)
+                return
+
+    def end(self) -> None:
+        """Have no thread wait for anything any more."""
+        self._is_over.set()
 
     def _is_echo(self) -> bool:
         return self._first_at is not None and time.monotonic() - self._first_at < _TOGETHER
@@ -158,7 +185,12 @@ def listening(leave: Leave | None = None) -> Iterator[Stop]:
             undo.callback(signal.signal, number, before)
         if leave is not None:
             _start_watching(stop, undo)
-        yield stop
+        try:
+            yield stop
+        except Exception:
+            stop.check_raised()  # what half an import makes of it is no problem of its own
+            raise
+        stop.check_raised()
 
 
 def _start_watching(stop: Stop, undo: contextlib.ExitStack) -> None:
@@ -173,6 +205,7 @@ def _start_watching(stop: Stop, undo: contextlib.ExitStack) -> None:
     watcher.start()
 
     def end() -> None:
+        stop.end()
         wakened.send(bytes([_END]))
         watcher.join()
 

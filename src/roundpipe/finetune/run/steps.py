@@ -75,10 +75,10 @@ def train_job(job: Job, folder: RunFolder, terminal: Terminal, stop: Stop) -> li
 
     Raises `Stopped` when a signal came, after a checkpoint was saved, and what made a step fail.
     """
-    with wrapped_for_run(job) as trainer, contextlib.ExitStack() as parts:
-        before = sample_answers(job, trainer, terminal)
+    with wrapped_for_run(job) as pipe, contextlib.ExitStack() as parts:
+        before = sample_answers(job, pipe, terminal)
         torch.manual_seed(job.config.seed)
-        run = started(job, trainer, Around(folder, terminal, stop), parts)
+        run = started(job, pipe, Around(folder, terminal, stop), parts)
         with kept_when_ended_early(run):
             run_steps(run)
             _finish(run, before)
@@ -130,17 +130,17 @@ def wrapped_for_run(job: Job) -> Iterator[RoundPipe]:
     with contextlib.ExitStack() as undo:
         if config.neftune_noise_alpha is not None:
             undo.callback(add_neftune(job.model, config.neftune_noise_alpha).remove)
-        trainer = undo.enter_context(wrapped(job))
+        pipe = undo.enter_context(wrapped(job))
         if config.packing:
-            check_packing(trainer, vocabulary=_vocabulary(job.model))
-        yield trainer
+            check_packing(pipe, vocabulary=_vocabulary(job.model))
+        yield pipe
 
 
 def _vocabulary(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "vocab_size", 0))
 
 
-def started(job: Job, trainer: RoundPipe, around: Around, parts: contextlib.ExitStack) -> Run:
+def started(job: Job, pipe: RoundPipe, around: Around, parts: contextlib.ExitStack) -> Run:
     """Make the run, from its checkpoint if it goes on from one, and the folder its own.
 
     Signals are only noted from here on, until ``parts`` ends.
@@ -165,10 +165,10 @@ def started(job: Job, trainer: RoundPipe, around: Around, parts: contextlib.Exit
         loggers=loggers,
         devices=job.devices,
     )
-    training = Training(job, trainer, log, events=around.events, optimizing=around.optimizing)
+    training = Training(job, pipe, log, events=around.events, optimizing=around.optimizing)
     if earlier.checkpoint is not None:
         with terminal.waiting(f"reading {earlier.checkpoint.name}"):
-            state = trainer.load_checkpoint(
+            state = pipe.load_checkpoint(
                 earlier.checkpoint,
                 training.optimizer,
                 training.scheduler,
@@ -179,7 +179,7 @@ def started(job: Job, trainer: RoundPipe, around: Around, parts: contextlib.Exit
         if earlier.is_other:
             training.follow_config()
     saver = Saver(training, folder, Due(config, total, job.order.steps_per_epoch), terminal)
-    recorder = TimelineRecorder(trainer, job.devices, title=job.header())
+    recorder = TimelineRecorder(pipe, job.devices, title=job.header())
     parts.enter_context(stop.patient(lambda name: terminal.line(f"{name} {training.doing} …")))
     folder.start(config, log.history)
     parts.enter_context(terminal.logging_to(folder.path / "run.log"))
@@ -240,7 +240,7 @@ def _finish(run: Run, before: list[str]) -> None:
     take_best(run)
     weights = training.weights()
     if not run.stop.is_asked:
-        after = sample_answers(job, training.trainer, terminal)
+        after = sample_answers(job, training.pipe, terminal)
         terminal.answers(job.config.sample_prompts, before, after)
         training.log.text("answers", answers_text(job.config.sample_prompts, before, after))
     with terminal.waiting("saving"):
@@ -261,7 +261,7 @@ def take_best(run: Run) -> None:
         return
     folder = run.saver.best_path(best.step)
     try:
-        training.trainer.load_checkpoint(folder)
+        training.pipe.load_checkpoint(folder)
     except ConfigError as error:  # nothing has changed
         run.terminal.line(f"warning: the newest weights are the result, not the best: {error}")
         return
@@ -269,12 +269,12 @@ def take_best(run: Run) -> None:
     run.terminal.line(f"the result is the best: step {best.step}, evaluation loss {best.loss:.4g}")
 
 
-def sample_answers(job: Job, trainer: RoundPipe, terminal: Terminal) -> list[str]:
+def sample_answers(job: Job, pipe: RoundPipe, terminal: Terminal) -> list[str]:
     """Answers with the newest weights; what will take its time is said before."""
     prompts = job.config.sample_prompts
     if not prompts:
         return []
-    answerer = Answerer(trainer, job.tokenizer)
+    answerer = Answerer(pipe, job.tokenizer)
     show = terminal.log if answerer.outlook(prompts).is_resident else terminal.line
     show(f"answering the sample prompts, {answerer.outlook_line(prompts)}")
     with terminal.waiting("answering the sample prompts"):

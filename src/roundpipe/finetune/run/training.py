@@ -25,7 +25,7 @@ from roundpipe.finetune.run.retry import Splitting, lost_memory
 from roundpipe.finetune.run.schedule import factor_of, make_scheduler
 from roundpipe.finetune.run.step_log import StepLog, StepRecord
 from roundpipe.models.loss import count_trained_tokens
-from roundpipe.optim import AdamW
+from roundpipe.optim import AdamW, decay_groups
 from roundpipe.optim.scaler import GradScaler
 from roundpipe.roundpipe import RoundPipe
 
@@ -60,7 +60,7 @@ class Optimizing:
 
 
 class Training:
-    """``trainer`` and what drives it; ``done`` counts the steps that were given so far.
+    """``pipe`` and what drives it; ``done`` counts the steps that were given so far.
 
     ``events`` is told of each step. ``optimizing``: None: an optimizer as the config says.
     """
@@ -68,17 +68,17 @@ class Training:
     def __init__(
         self,
         job: Job,
-        trainer: RoundPipe,
+        pipe: RoundPipe,
         log: StepLog,
         *,
         events: Events | None = None,
         optimizing: Optimizing | None = None,
     ) -> None:
-        self.job, self.trainer, self.log = job, trainer, log
+        self.job, self.pipe, self.log = job, pipe, log
         self.events = events or ByConfig()
         config = job.config
         self.order = job.order
-        self.optimizing = optimizing or Optimizing(make_optimizer(config, trainer))
+        self.optimizing = optimizing or Optimizing(make_optimizer(config, pipe))
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
         self._is_own_rate = self.optimizing.scheduler is None
         self.scheduler = self.optimizing.scheduler or make_scheduler(
@@ -93,7 +93,8 @@ class Training:
         self.evaluated = 0  # the last step after which an evaluation was made
         self.doing = "ending"  # what a signal finds under way
         self._given: StepResult | None = None  # of which the scheduler does not know yet
-        self._busy = BusyMeter(lambda: trainer.timeline.spans, len(job.devices))
+        self._rates: list[Any] = []  # of the optimizer's groups, when that was given
+        self._busy = BusyMeter(lambda: pipe.timeline.spans, len(job.devices))
         self._started = time.perf_counter()
 
     @property
@@ -108,7 +109,7 @@ class Training:
     def begin(self, progress: Progress) -> None:
         """Be about to make steps, which ``progress`` shows: time counts from now on."""
         self.log.show_on(progress)
-        self.trainer.train()
+        self.pipe.train()
         self._started = time.perf_counter()
 
     def make_step(self, step: int) -> None:
@@ -123,10 +124,10 @@ class Training:
         self.events.gradients_made(batch)
         self._tell_scheduler()
         rate = float(self.scheduler.get_last_lr()[0])
-        result = self.trainer.step(
+        result = self.pipe.step(
             self.optimizer, is_async=config.staleness == 1, max_grad_norm=config.max_grad_norm
         )
-        self._given, self.done = result, step
+        self._given, self.done, self._rates = result, step, self._rates_now()
         self.last = record = StepRecord(
             step=step,
             epoch=self.order.epoch(step + self.passed_over),
@@ -140,6 +141,7 @@ class Training:
         self._started = time.perf_counter()
         self.log.add(record, result)
         self.events.updated()  # last: whoever fails here finds the step counted
+        self._rates = self._rates_now()
 
     def settle(self) -> None:
         """Wait for the last given step, log it and move the learning rate on.
@@ -171,7 +173,7 @@ class Training:
         rows = len(self.order.rows(self.done + 1 + self.passed_over))
         count = self._run_config(rows).num_microbatch
         self.splitting.halve(error, rows, count=count, say=self.log.say)
-        self.trainer.plan_again()
+        self.pipe.plan_again()
 
     def evaluate(self, should_stop: Callable[[], bool]) -> bool:
         """Evaluate the newest weights after the steps done; whether they are the best so far.
@@ -200,21 +202,21 @@ class Training:
         """
         self.doing = f"ending the evaluation after step {self.done}"
         self.settle()
-        self.trainer.eval()  # waits, so that the rest of this step counts as training
+        self.pipe.eval()  # waits, so that the rest of this step counts as training
         paused = time.perf_counter()
         try:
             yield
         finally:
-            self.trainer.train()
+            self.pipe.train()
             self._busy.skip()
             self._started += time.perf_counter() - paused
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The newest weights that are to be saved."""
-        return weights_to_save(self.job, self.trainer)
+        return weights_to_save(self.job, self.pipe)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the trainer's own state; nothing may be under way."""
+        """What a checkpoint holds beside the RoundPipe's own state; nothing may be under way."""
         return {
             "global_step": self.done,
             "passed_over": self.passed_over,
@@ -243,11 +245,23 @@ class Training:
         self.scheduler = LambdaLR(self.optimizer, factor, last_epoch=made - 1)
 
     def _tell_scheduler(self) -> None:
-        """Move the rate on for the last given step; one that was skipped counts for none."""
+        """Move the rate on for the last given step; one that was skipped counts for none.
+
+        A rate that somebody has set since that step is for the next one, as where the scheduler
+        had moved at once.
+        """
         is_made = self._given is not None and not self._given.skipped
         if is_made and not self.optimizing.follows_metrics:
+            before, now, groups = self._rates, self._rates_now(), self.optimizer.param_groups
+            for group, rate in zip(groups, before, strict=False):
+                group["lr"] = rate
             self.scheduler.step()
+            for group, was, rate in zip(groups, before, now, strict=False):
+                group["lr"] = group["lr"] if rate == was else rate
         self._given = None
+
+    def _rates_now(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def _take_back(self) -> None:
         """Forget the last given step if it failed: weights are those of the step before."""
@@ -264,7 +278,7 @@ class Training:
     def _evaluation(self, should_stop: Callable[[], bool]) -> Evaluation:
         job = self.job
         return evaluate(
-            self.trainer,
+            self.pipe,
             batches_of(job.batches, job.dataset.eval_samples, job.config.batch_size),
             run_config=self._run_config,
             should_stop=should_stop,
@@ -276,9 +290,9 @@ class Training:
     def _forward_backward(self, batch: dict[str, torch.Tensor]) -> Any:
         run_config, loss = self._run_config(len(batch["labels"])), self.job.loss
         if loss is None:
-            return self.trainer.forward_backward(input_kwargs=batch, run_config=run_config)
+            return self.pipe.forward_backward(input_kwargs=batch, run_config=run_config)
         inputs, labels = loss.parted(batch)
-        return self.trainer.forward_backward(
+        return self.pipe.forward_backward(
             input_kwargs=inputs,
             label=labels,
             loss_fn=loss.over(labels),
@@ -295,9 +309,9 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "lr": group.get("initial_lr", group["lr"])}
 
 
-def weights_to_save(job: Job, trainer: RoundPipe) -> Mapping[str, torch.Tensor]:
+def weights_to_save(job: Job, pipe: RoundPipe) -> Mapping[str, torch.Tensor]:
     """The newest weights of a run's result: an adapter's alone where one is trained."""
-    return trainer.trained_state_dict() if job.is_adapter else trainer.newest_weights()
+    return pipe.trained_state_dict() if job.is_adapter else pipe.newest_weights()
 
 
 def wrapped(job: Job) -> RoundPipe:
@@ -329,15 +343,11 @@ def _optim_dtype(job: Job) -> torch.dtype | None:
     return torch.bfloat16 if is_own else None
 
 
-def make_optimizer(config: TrainConfig, trainer: RoundPipe) -> AdamW:
-    """AdamW over the master weights; biases and norms (vectors) do not decay."""
-    named = list(trainer.optim_named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def make_optimizer(config: TrainConfig, pipe: RoundPipe) -> AdamW:
+    """AdamW over the master weights; biases and norms do not decay, by the Trainer's rule."""
+    named = pipe.optim_named_parameters()
     return AdamW(
-        [group for group in groups if group["params"]],
+        decay_groups(named, config.weight_decay, model=pipe.model),
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,

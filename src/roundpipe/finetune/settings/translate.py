@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.settings import keys
-from roundpipe.finetune.settings.account import NOTHING, Account, is_empty, text_of
+from roundpipe.finetune.settings.account import NOTHING, Account, is_empty, short_text, text_of
 from roundpipe.finetune.settings.batch import BATCH, derive_batch
 from roundpipe.finetune.settings.derive import ANSWERS_ONLY, derive
 from roundpipe.finetune.settings.entries import build_datasets
@@ -199,12 +199,23 @@ def _merge(file: dict[str, Any], command_line: dict[str, Any]) -> dict[str, Any]
 
 
 def _refuse(values: dict[str, Any], account: Account) -> None:
+    """Raise ConfigError for every key that is refused, all of them at once."""
+    refused: dict[str, list[tuple[str, Any]]] = {}  # by what is said of them
     for key in [key for key in values if key in keys.REFUSED]:
         value = values.pop(key)
         if not is_empty(value) and value not in keys.NEUTRAL.get(key, ()):
-            way_out = _without(account.name_of(key), keys.REFUSED[key])
-            raise ConfigError(f"not supported: {key}: {text_of(value)}\nhint: {way_out}")
-        account.leaves(key, NOTHING)
+            refused.setdefault(keys.REFUSED[key], []).append((key, value))
+        else:
+            account.leaves(key, NOTHING)
+    if refused:
+        given = ", ".join(
+            f"{key}: {short_text(value)}" for each in refused.values() for key, value in each
+        )
+        ways_out = [
+            _without([account.name_of(key) for key, _ in each], sentence)
+            for sentence, each in refused.items()
+        ]
+        raise ConfigError(f"not supported: {given}\nhint: {'; '.join(ways_out)}")
 
 
 def _refuse_other_work(file: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -232,9 +243,9 @@ def _mean_overwriting(values: dict[str, Any], account: Account) -> None:
         )
 
 
-def _without(key: str, sentence: str) -> str:
-    """The sentence on a refused key, with the words that take the key out of a config."""
-    out = f"{key}=none"
+def _without(names: list[str], sentence: str) -> str:
+    """The sentence on refused keys, with the words that take them out of a config."""
+    out = " ".join(f"{name}=none" for name in names)
     if "leave it out" in sentence:
         return sentence.replace("leave it out", out)
     is_setting = "=" in sentence.partition(" ")[0]

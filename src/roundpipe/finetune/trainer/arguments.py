@@ -19,6 +19,7 @@ from roundpipe.finetune.trainer.adapter_values import adapter_values
 from roundpipe.finetune.trainer.made_arguments import arguments_for, default_arguments
 from roundpipe.finetune.trainer.sft_arguments import is_sft_config, preparation_of, theirs
 from roundpipe.finetune.trainer.told import IN_MEMORY, Given, Told
+from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,20 +36,19 @@ def read_arguments(  # noqa: PLR0913 - what stands beside args in a Trainer's ow
     quantization_config: Any = None,
     train_dataset: Any = None,
     eval_dataset: Any = None,
-    num_devices: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Told:
     """Read a Trainer's ``args`` and what stands beside them.
 
     Of ``TrainingArguments`` and ``SFTConfig`` every field counts, defaults too. ``model``: a name
-    or folder, or a model, bare, under peft or on ``num_devices`` devices. Asks for devices where a
-    batch is given per device. Raises ConfigError for what is not supported, by name.
+    or folder, or a model, bare, under peft or in a `RoundPipe`, whose devices count; else asks for
+    devices where a batch is given per device. Raises ConfigError for what is not supported, by
+    name.
     """
     about = Given(
         **_facts_of(model),
         peft_config=peft_config,
         quantization_config=quantization_config,
-        num_devices=num_devices,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         environment=environment,
@@ -69,7 +69,8 @@ def _facts_of(model: Any) -> dict[str, Any]:
     """What a config hangs on of a model, or of its name."""
     if isinstance(model, str):
         return {"model_name": model}
-    inner = getattr(model, "model", model) if hasattr(model, "optim_parameters") else model
+    is_wrapped = isinstance(model, RoundPipe)
+    inner = model.model if is_wrapped else model
     name = getattr(getattr(inner, "config", None), "_name_or_path", "") or type(inner).__name__
     floating = (p.dtype for p in inner.parameters() if p.dtype.is_floating_point)
     return {
@@ -77,6 +78,7 @@ def _facts_of(model: Any) -> dict[str, Any]:
         "is_loaded": True,
         "is_adapter": hasattr(inner, "peft_config"),
         "dtype": next(floating, None),
+        "num_devices": len(model.planner.devices) if is_wrapped else None,
     }
 
 

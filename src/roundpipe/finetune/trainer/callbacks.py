@@ -13,25 +13,22 @@ What is told, in which order, and what a flag asks for is as transformers' Train
 `DefaultFlowCallback` among the callbacks, which is transformers' own, decides when; so counts are
 its counts. A step here runs all its microbatches at once: their ends are told when it begins.
 
-A record of a step has the norm of its gradients, which is known when the step has committed; so a
-step that is logged, evaluated or saved after is waited for.
-
 A step that is given again, because a device's memory was short, is told of once.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_callback import ExportableState, TrainerState
 
 from roundpipe.finetune.output.earlier import STATE_FILE
+from roundpipe.finetune.trainer.callback_handler import is_watched, tell
 from roundpipe.finetune.trainer.evaluating import speed
-from roundpipe.finetune.trainer.standing import Standing, going_on, keep, metrics_of
+from roundpipe.finetune.trainer.follow_up import FollowUp
+from roundpipe.finetune.trainer.standing import Standing, going_on, keep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,13 +46,12 @@ class CallbackEvents:
         self._trainer, self._epochs = trainer, epochs
         self._run: Run | None = None
         self._epoch = 0  # that is trained, or comes next
-        self._is_in_epoch = self._is_ending = self._is_saving = False
+        self._is_in_epoch = self._is_ending = False
         self._is_over = self._is_given_up = False
         self._told = {"begin": 0, "gradients": 0, "update": 0, "end": 0}  # the last step of each
         self._standing = Standing()
-        self._is_evaluated = True  # and its metrics are taken
+        self._follow_up: FollowUp  # from `begin` on
         self._begun = 0
-        self._started = time.time()
 
     # ---- what the loop asks and tells
 
@@ -69,15 +65,15 @@ class CallbackEvents:
         trainer, training = self._trainer, run.training
         self._run = run
         self._begin_state(run)
+        self._follow_up = FollowUp(trainer, run, self._standing)
         self._begun = training.done
         self._told = dict.fromkeys(self._told, training.done)
         self._epoch = (training.done + training.passed_over) // self._epochs.steps
-        self._started = time.time()
         handler = trainer.callback_handler
         handler.model, handler.optimizer = trainer.model, training.optimizer
         handler.lr_scheduler = trainer.lr_scheduler = training.scheduler
         handler.train_dataloader = trainer.train_batches
-        self._tell("on_train_begin")
+        tell(self._trainer, "on_train_begin")
         if trainer.args.eval_on_start:
             trainer.evaluate_now()
         self._is_over = self._epoch >= trainer.state.num_train_epochs
@@ -93,13 +89,13 @@ class CallbackEvents:
         """Tell ``epoch_begin`` and ``step_begin``; False where a callback breaks the step off."""
         if not self._is_in_epoch:
             self._is_in_epoch = True
-            self._tell("on_epoch_begin")
+            tell(self._trainer, "on_epoch_begin")
         if step <= self._told["begin"]:
             return True
         self._told["begin"] = step
-        self._tell("on_step_begin")
+        tell(self._trainer, "on_step_begin")
         for _ in range(self._epochs.microbatches_of(step + self._training.passed_over) - 1):
-            self._tell("on_substep_end")
+            tell(self._trainer, "on_substep_end")
             if self._is_broken_off:
                 self._told["begin"] = step - 1
                 self._end_epoch()
@@ -114,15 +110,15 @@ class CallbackEvents:
         self._told["gradients"] = step
         trainer = self._trainer
         self._count(batch)
-        if self._is_watched("on_pre_optimizer_step"):
+        if is_watched(trainer, "on_pre_optimizer_step"):
             trainer.model.synchronize()
-        self._tell("on_pre_optimizer_step")
+        tell(self._trainer, "on_pre_optimizer_step")
 
     def updated(self) -> None:
         """Tell ``optimizer_step``."""
         if self._training.done > self._told["update"]:
             self._told["update"] = self._training.done
-            self._tell("on_optimizer_step")
+            tell(self._trainer, "on_optimizer_step")
 
     def step_ended(self) -> None:
         """Tell ``step_end``, and ``epoch_end`` after an epoch's last; do what is wanted."""
@@ -155,7 +151,7 @@ class CallbackEvents:
             samples = args.max_steps * trainer.config.batch_size
         metrics = speed(
             "train",
-            self._started,
+            self._follow_up.started,
             num_samples=samples * steps / max(state.max_steps, 1),
             num_steps=steps,
         )
@@ -166,7 +162,7 @@ class CallbackEvents:
 
     def end(self) -> None:
         """Tell ``train_end``."""
-        self._tell("on_train_end")
+        tell(self._trainer, "on_train_end")
 
     # ---- state
 
@@ -223,28 +219,21 @@ class CallbackEvents:
             standing.learning_rate = last.learning_rate
         state.global_step, state.epoch = step, self._epochs.after(step + self._training.passed_over)
 
-    # ---- what is wanted
+    # ---- epochs, and what follows
 
     @property
     def _is_broken_off(self) -> bool:
         control = self._trainer.control
         return bool(control.should_epoch_stop or control.should_training_stop)
 
-    def _is_saving_asked(self) -> bool:
-        """By a file; by the clock and at the end where the config goes by the clock."""
-        run, is_last = self._run, self._trainer.control.should_training_stop
-        assert run is not None
-        is_timed = run.job.config.save_strategy == "minutes" and (is_last or run.saver.is_due)
-        return run.folder.is_saving_asked() or is_timed
-
     def _end_step(self, *, is_told: bool = False) -> None:
         training, control = self._training, self._trainer.control
         if not is_told:
-            self._tell("on_step_end")
-        if self._is_saving_asked():
+            tell(self._trainer, "on_step_end")
+        if self._follow_up.is_saving_asked():
             control.should_save = True
         is_last = (training.done + training.passed_over) % self._epochs.steps == 0
-        if self._follow_up() and (is_last or self._is_broken_off):
+        if self._follow_up.do() and (is_last or self._is_broken_off):
             self._end_epoch()
 
     def _owed(self) -> list[str]:
@@ -255,10 +244,7 @@ class CallbackEvents:
         if step < self._told["end"] or step == 0:
             return []
         owed = {
-            "should_log": control.should_log and step > self._standing.last_logged,
-            "should_evaluate": control.should_evaluate,
-            "should_save": control.should_save and not self._is_saving,
-            "metrics": not (self._is_evaluated or control.should_evaluate),
+            **self._follow_up.owed(),
             "epoch_end": self._is_in_epoch and not self._is_ending,
             "should_epoch_stop": self._is_in_epoch and control.should_epoch_stop,
         }
@@ -273,12 +259,12 @@ class CallbackEvents:
             return
         for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop"):
             setattr(control, flag, flag in owes)
-        self._is_evaluated = "metrics" not in owes
+        self._follow_up.is_evaluated = "metrics" not in owes
         self._epoch = (position - 1) // self._epochs.steps
         if owes & {"step_end", "epoch_end"}:
             self._is_in_epoch = True
             self._end_step(is_told="step_end" not in owes)
-        elif self._follow_up() and control.should_epoch_stop:
+        elif self._follow_up.do() and control.should_epoch_stop:
             self._pass_over_rest()
         self._epoch = (training.done + training.passed_over) // self._epochs.steps
         self._is_in_epoch = False  # as transformers has it, which tells of its beginning again
@@ -295,106 +281,11 @@ class CallbackEvents:
     def _end_epoch(self) -> None:
         control = self._trainer.control
         self._is_ending = True
-        self._tell("on_epoch_end")
-        self._follow_up()
+        tell(self._trainer, "on_epoch_end")
+        self._follow_up.do()
         if control.should_epoch_stop:
             self._pass_over_rest()
         self._is_in_epoch = self._is_ending = False
         self._epoch += 1
         is_all = self._epoch >= self._trainer.state.num_train_epochs
         self._is_over = bool(control.should_training_stop or is_all)
-
-    def _follow_up(self) -> bool:
-        """Log, evaluate and save as the flags say; whether nothing of it is owed."""
-        trainer = self._trainer
-        control, state = trainer.control, trainer.state
-        if control.should_log and state.global_step > self._standing.last_logged:
-            self._log()
-        if trainer.control.should_evaluate or not self._is_evaluated:
-            metrics = self._metrics()
-            if metrics is None:
-                return False
-            is_new_best = self._take_metrics(metrics)
-            self._is_evaluated = True
-            if trainer.args.save_strategy == SaveStrategy.BEST:
-                trainer.control.should_save = is_new_best
-            elif is_new_best and trainer.keeps_best:
-                trainer.control.should_save = True
-        if trainer.control.should_save:
-            self._save()
-        return True
-
-    def _metrics(self) -> dict[str, float] | None:
-        """Of an evaluation, or of one whose metrics were not taken yet; None: it was cut short."""
-        trainer = self._trainer
-        if not trainer.control.should_evaluate:
-            return metrics_of(trainer.state)
-        self._is_evaluated = False
-        metrics: dict[str, float] = trainer.evaluate_now()
-        if not trainer.is_evaluation_whole:
-            trainer.control.should_evaluate = True
-            return None
-        return metrics
-
-    def _log(self) -> None:
-        training, trainer = self._training, self._trainer
-        training.settle()
-        record = training.log.take()
-        logs: dict[str, Any] = {"loss": self._standing.take()}
-        if training.log.last_norm is not None:
-            logs["grad_norm"] = training.log.last_norm
-        if self._standing.learning_rate is not None:
-            logs["learning_rate"] = self._standing.learning_rate
-        logs["num_tokens"] = training.log.num_tokens
-        if record is not None:
-            training.log.show(record)
-            if record.seconds > 0:
-                logs["tokens_per_second"] = round(record.tokens / record.seconds, 1)
-        trainer.log(logs, start_time=self._started)
-
-    def _take_metrics(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these are the best so far, by the metric that args name."""
-        args, state = self._trainer.args, self._trainer.state
-        if args.metric_for_best_model is None:
-            return False
-        value = metrics[self._trainer.best_metric_name(metrics)]
-        best = state.best_metric
-        if self._training.optimizing.follows_metrics:
-            scheduler: Any = self._training.scheduler
-            scheduler.step(value)
-        is_better = best is None or (value > best if args.greater_is_better else value < best)
-        if is_better and math.isfinite(value):
-            state.best_metric = value
-            if args.save_strategy != SaveStrategy.NO or self._trainer.keeps_best:
-                state.best_global_step = state.global_step
-            return True
-        return False
-
-    def _save(self) -> None:
-        run, training, state = self._run, self._training, self._trainer.state
-        assert run is not None
-        self._is_saving = True
-        training.settle()
-        is_best = state.best_global_step == training.done
-        if is_best:
-            training.best.step, training.best.loss = training.done, state.best_metric
-            state.best_model_checkpoint = str(run.saver.path(training.done))
-        run.saver.save(is_best=is_best)
-        run.folder.saving_done()
-        if self._is_watched("on_save"):
-            run.saver.wait()  # callbacks find the files
-        self._is_saving = False
-        self._tell("on_save")
-
-    # ---- callbacks
-
-    def _tell(self, event: str, **more: Any) -> None:
-        trainer = self._trainer
-        tell = getattr(trainer.callback_handler, event)
-        trainer.control = tell(trainer.args, trainer.state, trainer.control, **more)
-
-    def _is_watched(self, event: str) -> bool:
-        """Whether a callback does anything at an event."""
-        own = getattr(TrainerCallback, event)
-        callbacks = self._trainer.callback_handler.callbacks
-        return any(getattr(type(each), event, own) is not own for each in callbacks)

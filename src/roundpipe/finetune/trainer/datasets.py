@@ -7,7 +7,6 @@ and trained in its order, as there.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,22 +18,19 @@ from roundpipe.finetune.data.dataset import Dataset, load_dataset, split_rows
 from roundpipe.finetune.data.order import Order
 from roundpipe.finetune.data.samples import Samples
 from roundpipe.finetune.data.template import use_chat_template, use_special_tokens
+from roundpipe.finetune.output.earlier import uncounted
 from roundpipe.finetune.trainer.collating import CollatorBatches
-from roundpipe.finetune.trainer.in_memory import is_stream, is_transformed, num_rows, rows_of
 from roundpipe.finetune.trainer.row_samples import RowSamples
+from roundpipe.finetune.trainer.rows import is_stream, is_transformed, num_rows, rows_of
 from roundpipe.finetune.trainer.sft_rows import RowReader
 from roundpipe.finetune.trainer.told import IN_MEMORY, NO_LIMIT
-from roundpipe.finetune.trainer.writing import Enough, Written, write_samples
+from roundpipe.finetune.trainer.write_samples import Enough, Written, write_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
-
     from roundpipe.finetune.data.packing import Packing
+    from roundpipe.finetune.output.earlier import Counting
     from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.finetune.trainer.told import Told
-
-    Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,6 @@ class Data:
     collating: CollatorBatches | None
 
 
-@contextlib.contextmanager
-def _silently(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    yield lambda done: None
-
-
 @dataclass(frozen=True)
 class Preparing:
     """Makes samples as a Trainer's arguments and tokenizer have them.
@@ -70,7 +61,7 @@ class Preparing:
     tokenizer: Any
     formatting_func: Callable[[dict[str, Any]], Any] | None = None
     data_collator: Callable[[list[dict[str, Any]]], Any] | None = None
-    counting: Counting = _silently
+    counting: Counting = uncounted
     environment: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:

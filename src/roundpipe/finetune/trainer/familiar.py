@@ -1,9 +1,16 @@
-"""What scripts ask a Trainer for beside training: who it is, what it has, its callbacks."""
+"""What scripts ask a Trainer for beside training: who it is, its callbacks, its log and state."""
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.durable import write_text
+from roundpipe.finetune.output.earlier import STATE_FILE
+from roundpipe.finetune.trainer.callback_handler import tell
+from roundpipe.finetune.trainer.evaluating import speed
 from roundpipe.finetune.trainer.refusals import absent
 
 if TYPE_CHECKING:
@@ -11,6 +18,7 @@ if TYPE_CHECKING:
 
     from roundpipe.finetune.run.steps import Run
     from roundpipe.finetune.run.training import Optimizing
+    from roundpipe.finetune.settings.config import TrainConfig
     from roundpipe.roundpipe import RoundPipe
     from roundpipe.sim.search import Plan
 
@@ -19,7 +27,11 @@ class Familiar:
     """Names that need nothing but what a trainer holds."""
 
     model: RoundPipe
+    config: TrainConfig
     processing_class: Any
+    args: Any
+    state: Any  # transformers' TrainerState
+    control: Any  # and TrainerControl
     callback_handler: Any
     lr_scheduler: Any = None
     _run: Run | None
@@ -70,5 +82,38 @@ class Familiar:
         """Take a callback away."""
         self.callback_handler.remove_callback(callback)
 
+    # ---- log and state
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add ``logs`` to ``state.log_history`` and ``trainer_log.jsonl``; tell callbacks."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen not in ("no", False):
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                seen = self.state.num_input_tokens_seen
+                logs.update(speed("train", start_time, num_tokens=seen))
+        record = {**logs, "step": self.state.global_step}
+        self.state.log_history.append(record)
+        if self._run is not None:
+            plain = {name: _finite(value) for name, value in record.items()}
+            self._run.training.log.append(plain)
+        tell(self, "on_log", logs=logs)
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` into ``output_dir``."""
+        folder = Path(self.config.output_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self._state_to_save(), indent=2)
+        write_text(folder / STATE_FILE, text + "\n")
+
+    def _state_to_save(self) -> dict[str, Any]:
+        return {name: getattr(self.state, name) for name in type(self.state).__dataclass_fields__}
+
     def __getattr__(self, name: str) -> Any:
         raise absent(name)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -52,7 +52,7 @@ def loaded(
     """
     inner: Any = model.model if isinstance(model, RoundPipe) else model
     if isinstance(model, RoundPipe):
-        devices = model._pool.devices
+        devices = model.planner.devices
     else:
         devices = None
         _refuse(inner)

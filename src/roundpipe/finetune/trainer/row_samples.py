@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roundpipe.finetune.data.samples import IGNORED
-from roundpipe.finetune.trainer.in_memory import is_transformed, num_rows, row_at
+from roundpipe.finetune.trainer.rows import is_transformed, num_rows, row_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

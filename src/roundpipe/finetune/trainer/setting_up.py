@@ -18,7 +18,6 @@ from roundpipe.finetune.trainer.router_loss import (
     no_router_loss,
     set_router_loss,
 )
-from roundpipe.finetune.trainer.tokens import tokenizer_from
 from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
@@ -60,6 +59,23 @@ class Parts:
     data: Data
     preparing: Preparing
     optimizing: Optimizing | None
+
+    def eval_samples(self, given: Any) -> dict[str, Any]:
+        """Samples by the name of their dataset, ``""`` without one: what ``evaluate`` is to score.
+
+        ``given``: None for those of the constructor, a name among them, or a dataset, or a dict of
+        several. Raises ConfigError where there are none.
+        """
+        own = self.data.evals
+        if given is None:
+            found = own
+        elif isinstance(given, str) and given in own:
+            found = {"": own[given]}
+        else:
+            found = self.preparing.evaluation(given)
+        if not found:
+            raise ConfigError("there is nothing to evaluate on\nhint: eval_dataset=…")
+        return found
 
 
 def set_up(
@@ -148,6 +164,22 @@ def _require_fitting(wishes: Wishes, config: TrainConfig) -> None:
                 f"{what} changes the model, and it is in a RoundPipe already"
                 "\nhint: model=MODEL, before it is wrapped, or its name"
             )
+
+
+def tokenizer_from(processing_class: Any) -> Any:
+    """The tokenizer in it, None where none is given. Raises ConfigError for what has none.
+
+    Of a processor, which reads images or sound too, its tokenizer: text alone is trained.
+    """
+    if processing_class is None:
+        return None
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if not callable(getattr(tokenizer, "apply_chat_template", None)):
+        raise ConfigError(
+            f"processing_class is a {type(processing_class).__name__}, which has no tokenizer"
+            "\nhint: processing_class=AutoTokenizer.from_pretrained(…), or leave it out"
+        )
+    return tokenizer
 
 
 def _require_place(given: Loaded) -> None:

@@ -16,7 +16,7 @@ from roundpipe.finetune.trainer.argument_fields import (
     REFUSED,
     TRANSLATED,
 )
-from roundpipe.finetune.trainer.model_words import model_values
+from roundpipe.finetune.trainer.model_init_kwargs import model_values
 from roundpipe.finetune.trainer.told import NO_LIMIT, Given, Preparation
 
 if TYPE_CHECKING:

@@ -118,11 +118,6 @@ class RowReader:
         ]
 
 
-def is_packed(row: Mapping[str, Any]) -> bool:
-    """Whether a tokenised row holds several samples."""
-    return "input_ids" in row and _lengths_in(row) is not None
-
-
 def _shape(columns: list[str], how: Preparation) -> str:
     if how.is_theirs and how.text_column in columns:
         known = (*_CONVERSATIONS, "prompt")
@@ -157,12 +152,10 @@ def _texts(made: Any) -> list[str]:
 
 
 def _labels(row: Mapping[str, Any], how: Preparation) -> list[Any]:
-    """Tokens that no mask leaves out; a mask of completions counts unless it is said not to."""
-    masks = [
-        row[name]
-        for name in _MASKS
-        if row.get(name) is not None and not (name[0] == "c" and how.completion_only is False)
-    ]
+    """Tokens that no mask leaves out; one of completions counts where those alone are trained."""
+    is_pair = not how.is_theirs or ("prompt" in row and "completion" in row)
+    names = _MASKS if how.completion_only or (how.completion_only is None and is_pair) else _MASKS[:1]
+    masks = [row[name] for name in names if row.get(name) is not None]
     ids = row["input_ids"]
     return [token if all(bits) else IGNORED for token, *bits in zip(ids, *masks, strict=True)]
 

@@ -8,7 +8,7 @@ transformers' Trainer has it (`callbacks.py`). What it has not raises by name (`
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import math
 import time
 import weakref
@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from roundpipe.durable import write_text
 from roundpipe.errors import ConfigError
-from roundpipe.finetune.output.earlier import LOG_FILE, STATE_FILE
+from roundpipe.finetune.output.earlier import LOG_FILE
 from roundpipe.finetune.output.run_folder import claim
 from roundpipe.finetune.output.sample import answer
 from roundpipe.finetune.run.result import show_usage
@@ -35,32 +34,34 @@ from roundpipe.finetune.run.steps import (
     take_best,
 )
 from roundpipe.finetune.run.training import Optimizing, make_optimizer
-from roundpipe.finetune.trainer.accelerator import OneProcess
 from roundpipe.finetune.trainer.arguments import read_arguments
+from roundpipe.finetune.trainer.callback_handler import handler_for, tell
 from roundpipe.finetune.trainer.callbacks import CallbackEvents
 from roundpipe.finetune.trainer.epochs import Epochs
 from roundpipe.finetune.trainer.evaluating import Evaluating, speed
 from roundpipe.finetune.trainer.familiar import Familiar
-from roundpipe.finetune.trainer.loaders import Batches
+from roundpipe.finetune.trainer.folder import (
+    compare_content,
+    judge_for,
+    place_to_resume,
+    save_as_run,
+    save_to,
+)
 from roundpipe.finetune.trainer.loading import model_given, num_matrix_weights
-from roundpipe.finetune.trainer.place import compare_content, judge_for, place_to_resume
 from roundpipe.finetune.trainer.refusals import (
     absent,
     refuse_arguments,
     refuse_launcher,
     refuse_overridden,
 )
-from roundpipe.finetune.trainer.result import save_as_run, save_to
 from roundpipe.finetune.trainer.setting_up import Wishes, set_up
 from roundpipe.finetune.trainer.showing import LinesOnly
-from roundpipe.finetune.trainer.usual_callbacks import callbacks_for
-from roundpipe.roundpipe import RoundPipe
+from roundpipe.finetune.trainer.stand_ins import OneProcess, ShownBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roundpipe.finetune.run.steps import Run
-    from roundpipe.finetune.settings.config import TrainConfig
 
 
 class RoundPipeTrainer(Familiar):
@@ -110,10 +111,9 @@ class RoundPipeTrainer(Familiar):
             quantization_config=quantization_config,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            num_devices=len(model._pool.devices) if isinstance(model, RoundPipe) else None,
             environment=environment,
         )
-        self.args: Any = told.arguments
+        self.args = told.arguments
         # transformers' arguments tie evaluations to checkpoints, ours save the best by themselves.
         self.keeps_best = told.config.load_best_model_at_end and not told.is_theirs
         refuse_launcher(self.args)
@@ -142,7 +142,7 @@ class RoundPipeTrainer(Familiar):
     def _begin(self, callbacks: list[Any], processing_class: Any) -> None:
         """Be what scripts see of a trainer, and tell ``init_end``."""
         job, self.model = self._made.job, self._made.pipe
-        self.config: TrainConfig = job.config
+        self.config = job.config
         self.processing_class = processing_class if processing_class is not None else job.tokenizer
         size = job.config.batch_size // self.args.gradient_accumulation_steps
         self.train_batch_size = max(1, size)
@@ -153,20 +153,16 @@ class RoundPipeTrainer(Familiar):
         self._optimizing = self._made.optimizing
         self.lr_scheduler = None if self._optimizing is None else self._optimizing.scheduler
         samples = job.dataset.samples
-        self.train_batches = Batches(job, samples, self.train_batch_size, self.train_dataset)
+        self.train_batches = ShownBatches(job, samples, self.train_batch_size, self.train_dataset)
         self._run: Run | None = None
         self.is_evaluation_whole = True  # False: Ctrl-C came meanwhile
         self._ignored_keys: list[str] | None = None
         per_device: int = self.args.per_device_eval_batch_size
         self._evaluating = Evaluating(job, self.model, max(1, per_device * len(job.devices)))
-        given = callbacks_for(self.args, callbacks, job.config.early_stopping_patience)
-        handler: Any = CallbackHandler
-        self.callback_handler = handler(
-            given, self.model, self.processing_class, self.optimizer, self.lr_scheduler
-        )
-        self.control: Any = TrainerControl()
-        self.state: Any = TrainerState()
-        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+        self.callback_handler = handler_for(self, callbacks)
+        self.control = TrainerControl()
+        self.state = TrainerState()
+        tell(self, "on_init_end")
 
     # ---- training
 
@@ -189,17 +185,17 @@ class RoundPipeTrainer(Familiar):
         if trial is not None:
             raise absent("hyperparameter_search")
         self._ignored_keys = ignore_keys_for_eval
-        resume = place_to_resume(resume_from_checkpoint, self.config)
+        job, resume = self._made.job, place_to_resume(resume_from_checkpoint, self.config)
         with contextlib.ExitStack() as parts:
             stop = parts.enter_context(listening())
             held = claim(self.config, self._terminal.counting, judged=judge_for(resume))
             folder = parts.enter_context(held)
             for line in folder.earlier.lines:
                 self._terminal.line(line)
-            compare_content(self._made.job, folder.earlier, self._terminal.line)
+            compare_content(job, folder.earlier, self._terminal.line)
             torch.manual_seed(self.config.seed)
             sizes = (self.train_batch_size, self.args.gradient_accumulation_steps)
-            events = CallbackEvents(self, Epochs(self._made.job.order, *sizes))
+            events = CallbackEvents(self, Epochs(job.order, *sizes))
             around = Around(
                 folder,
                 self._terminal,
@@ -209,14 +205,14 @@ class RoundPipeTrainer(Familiar):
                 goes_on="train(resume_from_checkpoint=True)",
                 keeps_log=False,
             )
-            before = self._answers()
+            answers = functools.partial(sample_answers, job, self.model, self._terminal)
+            before = answers()
             parts.callback(setattr, self, "_run", None)
-            self._run = run = started(self._made.job, self.model, around, parts)
+            self._run = run = started(job, self.model, around, parts)
             with kept_when_ended_early(run):
                 run_steps(run)
                 metrics = self._finish(run, events)
-                prompts = self.config.sample_prompts
-                self._terminal.answers(prompts, before, self._answers())
+                self._terminal.answers(self.config.sample_prompts, before, answers())
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _finish(self, run: Run, events: CallbackEvents) -> dict[str, float]:
@@ -227,9 +223,6 @@ class RoundPipeTrainer(Familiar):
         take_best(run)
         events.end()
         return metrics
-
-    def _answers(self) -> list[str]:
-        return sample_answers(self._made.job, self.model, self._terminal)
 
     def _optimizer_of_run(self) -> Optimizing:
         """The optimizer, which outlives a run, and its own scheduler, if it has one."""
@@ -253,7 +246,7 @@ class RoundPipeTrainer(Familiar):
         """
         del ignore_keys
         self._ready()
-        found = self._samples(eval_dataset)
+        found = self._made.eval_samples(eval_dataset)
         if list(found) == [""]:
             return self._evaluate(found[""], metric_key_prefix)
         metrics: dict[str, float] = {}
@@ -276,29 +269,17 @@ class RoundPipeTrainer(Familiar):
             )
         return name
 
-    def _samples(self, given: Any) -> dict[str, Any]:
-        own = self._made.data.evals
-        if given is None:
-            found = own
-        elif isinstance(given, str) and given in own:
-            found = {"": own[given]}
-        else:
-            found = self._made.preparing.evaluation(given)
-        if not found:
-            raise ConfigError("there is nothing to evaluate on\nhint: eval_dataset=…")
-        return found
-
     def _evaluate(self, samples: Any, prefix: str) -> dict[str, float]:
         start = time.time()
-        self.callback_handler.eval_dataloader = Batches(
+        self.callback_handler.eval_dataloader = ShownBatches(
             self._made.job, samples, self._evaluating.rows, self.eval_dataset
         )
-
-        def tell() -> None:
-            handler = self.callback_handler
-            self.control = handler.on_prediction_step(self.args, self.state, self.control)
-
-        found = self._evaluating.loss_on(samples, run=self._run, tell=tell, say=self._terminal.line)
+        found = self._evaluating.loss_on(
+            samples,
+            run=self._run,
+            tell=functools.partial(tell, self, "on_prediction_step"),
+            say=self._terminal.line,
+        )
         if not found.is_whole:
             self.is_evaluation_whole = False
             return {}
@@ -306,8 +287,7 @@ class RoundPipeTrainer(Familiar):
         steps = math.ceil(len(samples) / self._evaluating.rows)
         metrics |= speed(prefix, start, num_samples=len(samples), num_steps=steps)
         self.log(metrics)
-        handler = self.callback_handler
-        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
+        tell(self, "on_evaluate", metrics=metrics)
         return metrics
 
     # ---- results
@@ -330,16 +310,6 @@ class RoundPipeTrainer(Familiar):
         else:
             save_to(folder, self._made.job, self.model)
 
-    def save_state(self) -> None:
-        """Write ``trainer_state.json`` into ``output_dir``."""
-        folder = Path(self.config.output_dir).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self._state_to_save(), indent=2)
-        write_text(folder / STATE_FILE, text + "\n")
-
-    def _state_to_save(self) -> dict[str, Any]:
-        return {name: getattr(self.state, name) for name in type(self.state).__dataclass_fields__}
-
     def chat(
         self, prompt: str | Sequence[Any], *, max_new_tokens: int = 256, **sampling: Any
     ) -> Any:
@@ -354,25 +324,6 @@ class RoundPipeTrainer(Familiar):
         tokenizer = self._made.job.tokenizer
         answers = answer(self.model, tokenizer, prompts, max_new_tokens=max_new_tokens, **sampling)
         return answers[0] if is_one else answers
-
-    # ---- logs
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add ``logs`` to ``state.log_history`` and ``trainer_log.jsonl``; tell callbacks."""
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
-        if self.args.include_num_input_tokens_seen not in ("no", False):
-            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
-            if start_time is not None:
-                seen = self.state.num_input_tokens_seen
-                logs.update(speed("train", start_time, num_tokens=seen))
-        record = {**logs, "step": self.state.global_step}
-        self.state.log_history.append(record)
-        if self._run is not None:
-            plain = {name: _finite(value) for name, value in record.items()}
-            self._run.training.log.append(plain)
-        handler = self.callback_handler
-        self.control = handler.on_log(self.args, self.state, self.control, logs)
 
     # ---- its end
 
@@ -393,8 +344,3 @@ class RoundPipeTrainer(Familiar):
     def _ready(self) -> None:
         if not self._closer.alive:
             raise ConfigError("the trainer is closed\nhint: make a new one")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,6 +8,8 @@ without a chat template goes on with each prompt by itself: it was never taught 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ class Chat:
     def of(cls, answerer: Answerer, *, system: str | None = None) -> Chat:
         """A conversation that has not begun."""
         has_turns = has_template(answerer.tokenizer)
-        limit = longest_known(answerer.trainer.model)
+        limit = longest_known(answerer.pipe.model)
         return cls(answerer, system if has_turns else None, limit, has_turns)
 
     def asked(self, text: str) -> list[dict[str, Any]] | str:
@@ -152,6 +154,33 @@ def base_alone(answerer: Answerer) -> Iterator[None]:
         yield
     finally:
         answerer.use_adapter = True
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Note the first Ctrl-C while the block runs; a second one raises KeyboardInterrupt.
+
+    Gives what tells whether it came. Outside the main thread nothing is listened to.
+    """
+    asked = threading.Event()
+
+    def handle(*_: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or before == signal.SIG_IGN:
+        yield asked.is_set
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _machine(opened: Opened, environment: Mapping[str, str]) -> Machine | None:

@@ -7,19 +7,20 @@ between """ and """, or is pasted.
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from roundpipe.errors import ConfigError
+from roundpipe.finetune.use.chat import NO_TEMPLATE, Chat, answerer_of, base_alone, stoppable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from roundpipe.finetune.use.chat import Chat
+    from roundpipe.finetune.output.terminal import Terminal
+    from roundpipe.finetune.use.chat_wish import ChatWish
+    from roundpipe.finetune.use.opened import Opened
 
 QUOTES = '"""'
 HELP = (
@@ -32,6 +33,7 @@ HELP = (
     "Ctrl-C          ends an answer, or leaves",
 )
 INTERRUPTED = 130
+_USUAL_PROMPT = 256  # tokens, for what is said of the speed before anything is asked
 
 
 class Screen(Protocol):
@@ -48,6 +50,30 @@ class Screen(Protocol):
     def say(self, text: str) -> None:
         """Show a line that is no answer."""
         ...
+
+
+def converse(
+    opened: Opened,
+    wish: ChatWish,
+    screen: Screen,
+    terminal: Terminal,
+    *,
+    environment: Mapping[str, str],
+) -> int:
+    """Hold a conversation until the person leaves; the exit code. Raises ConfigError."""
+    answerer = answerer_of(opened, wish, environment=environment)
+    chat = Chat.of(answerer, system=wish.system)
+    base = functools.partial(base_alone, answerer) if wish.compares else None
+    dtype = str(opened.dtype).removeprefix("torch.")
+    terminal.line(f"{opened.subject.name} · {dtype}")
+    terminal.line(answerer.outlook_line([[0] * _USUAL_PROMPT]))
+    if not chat.has_turns:
+        terminal.line(NO_TEMPLATE)
+    terminal.line("/help says what can be typed · Ctrl-D leaves")
+    code = Conversation(chat, screen, base).hold()
+    if answerer.num_tokens:
+        terminal.line(answerer.rate_line())
+    return code
 
 
 @dataclass
@@ -136,30 +162,3 @@ class Conversation:
                     chat.messages[:] = before
             screen.show("\n")
             return is_stopped()
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
-    """Note the first Ctrl-C while the block runs; a second one raises KeyboardInterrupt.
-
-    Gives what tells whether it came. Outside the main thread nothing is listened to.
-    """
-    asked = threading.Event()
-
-    def handle(*_: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or before == signal.SIG_IGN:
-        yield asked.is_set
-        return
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -26,7 +26,7 @@ from roundpipe.finetune.model.adapters import short_count
 from roundpipe.finetune.model.from_transformers import DTYPES, quiet_transformers
 from roundpipe.finetune.model.source import ModelSource
 from roundpipe.finetune.output.model_card import CARD_FILE, Card, write_card
-from roundpipe.finetune.output.result_files import save_result, tokenizer_bytes
+from roundpipe.finetune.output.result_files import base_of, save_result, tokenizer_bytes
 from roundpipe.finetune.output.usage import QUESTION, Result, short_lines
 from roundpipe.finetune.use.comparing import Difference, logits_of, sample_ids
 from roundpipe.finetune.use.merge_checks import require_same_weights
@@ -128,7 +128,7 @@ class _Merging:
             loaded = self._load(is_packed=False)
         target, dtype = loaded.bare, self._saved_dtype()
         set_dtype_(target, dtype)
-        weights = MergedWeights(_base_of(loaded.model), target, packed=loaded.packed)
+        weights = MergedWeights(base_of(loaded.model), target, packed=loaded.packed)
         parted = untie_(target, weights)
         size = _size_of(target)
         self._require_room(size)
@@ -353,12 +353,8 @@ def _stock_keys(place: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 def _rows(model: Any) -> int:
-    return int(_base_of(model).get_input_embeddings().weight.shape[0])
+    return int(base_of(model).get_input_embeddings().weight.shape[0])
 
 
 def _size_of(target: Any) -> int:

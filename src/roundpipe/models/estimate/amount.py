@@ -28,14 +28,6 @@ class Amount:
         """The amount for a microbatch of ``tokens`` in sequences of ``length``."""
         return self.fixed + self.per_token * tokens + self.per_pair * tokens * length
 
-    def plus(self, other: Amount) -> Amount:
-        """The sum of both."""
-        return Amount(
-            self.fixed + other.fixed,
-            self.per_token + other.per_token,
-            self.per_pair + other.per_pair,
-        )
-
     @classmethod
     def through(cls, lengths: Sequence[int], counts: Sequence[float]) -> Self:
         """The amount that was counted on one sequence of each of three different lengths.

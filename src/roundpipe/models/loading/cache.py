@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.durable import wait_for_lock
 from roundpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def held(folder: Path) -> Iterator[None]:
             return
         raise _not_here(folder, error) from error
     with file:
-        _lock(file)
+        wait_for_lock(file)
         for part in folder.glob("*.part"):
             with suppress(OSError):
                 part.unlink()
@@ -103,15 +104,6 @@ def _not_here(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"segment files cannot be kept here: {folder}: {error}\nhint: cache_folder=FOLDER"
     )
-
-
-def _lock(file: Any) -> None:
-    try:
-        import fcntl  # noqa: PLC0415 (not everywhere)
-    except ImportError:
-        return
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX)  # type: ignore[attr-defined, unused-ignore]
 
 
 def _file_mark(path: Path) -> list[Any]:

@@ -17,8 +17,10 @@ import logging
 import queue
 import re
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from roundpipe.durable import wait_for_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -217,8 +219,5 @@ def _held(path: Path) -> Iterator[Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(exist_ok=True)
     with path.open("r+b") as file:
-        with suppress(ImportError, OSError):  # a system or a file system without locks
-            import fcntl  # noqa: PLC0415 (not everywhere)
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file)
         yield file

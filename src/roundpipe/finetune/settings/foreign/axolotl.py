@@ -30,6 +30,7 @@ NEEDLESS = {
         liger_fused_linear_cross_entropy liger_glu_activation liger_kernel liger_kernel_impl
         liger_layer_norm liger_rms_norm liger_rms_norm_gated liger_rope liger_swiglu
         liger_use_token_scaling""",
+    "weights in 4 bits are those of experts too": "quantize_moe_experts",
     "master weights are fp32": "embeddings_skip_upcast fp32_norm_classes fp32_norms",
     "dtype says what is computed in": "fp8_config peft_autocast_adapter_dtype",
     "a row is packed with whole samples, wherever there is room": """
@@ -118,7 +119,7 @@ REFUSED = {
     "dtype=bf16": """
         llmcompressor model_quantization_config model_quantization_config_kwargs
         nonexpert_quantization nvfp4_merge_aware qat quantization use_onebitllms""",
-    "finetuning_type=qlora packs the base weights into 4 bits": "gptq quantize_moe_experts",
+    "finetuning_type=qlora packs the base weights into 4 bits": "gptq",
     "max_samples=N of a dataset's entry": "dataset_shard_idx dataset_shard_num",
     "leave it out: samples with nothing to train are left out": "min_sample_len",
     "leave it out: it is read by preference training": "max_prompt_len",

@@ -43,7 +43,8 @@ REFUSED = {
     "leave it out: the loss is the plain mean over trained tokens": "loss_type",
     "leave it out: a sample keeps its beginning; max_length=N makes room": "truncation_mode",
     "leave it out: a causal language model is trained": "lora_task_type",
-    "leave it out: the router is trained by the loss alone": "router_aux_loss_coef",
+    "leave it out: the router is trained by the loss alone": """
+        output_router_logits router_aux_loss_coef""",
     "leave it out: the chat template gets messages and tools alone": "chat_template_kwargs",
     "finetuning_type=qlora: weights in 4 bits are NF4": "bnb_4bit_quant_type quantization_type",
     "set these in the environment of the command": "env",

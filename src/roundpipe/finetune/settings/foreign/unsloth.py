@@ -18,6 +18,7 @@ NEEDLESS = {
         use_exact_model_name whisper_language whisper_task""",
     "only text is trained": """
         finetune_audio_layers finetune_vision_layers text_only vision_all_linear""",
+    "answers are told by the chat template": "instruction_part response_part",
     "tied weights stay tied": "ensure_weight_tying",
     "HF_TOKEN in the environment is used": "hf_token token",
     "WANDB_API_KEY in the environment is used": "wandb_token",

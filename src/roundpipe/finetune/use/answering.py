@@ -1,14 +1,12 @@
-"""What an opened model does for `roundpipe chat`: answer prompts, or hold a conversation."""
+"""Prompts that are given or piped, answered several at a time by an opened model."""
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 from roundpipe.finetune.model.positions import longest_known
 from roundpipe.finetune.output.prompts import tokens_of
-from roundpipe.finetune.use.chat import NO_TEMPLATE, Chat, answerer_of, base_alone
-from roundpipe.finetune.use.conversation import Conversation, stoppable
+from roundpipe.finetune.use.chat import NO_TEMPLATE, Chat, answerer_of, base_alone, stoppable
 from roundpipe.finetune.use.piped import answer_all
 
 if TYPE_CHECKING:
@@ -18,35 +16,8 @@ if TYPE_CHECKING:
     from roundpipe.finetune.output.sample import Answerer
     from roundpipe.finetune.output.terminal import Terminal
     from roundpipe.finetune.use.chat_wish import ChatWish
-    from roundpipe.finetune.use.conversation import Screen
     from roundpipe.finetune.use.opened import Opened
     from roundpipe.finetune.use.piped import Asked
-
-_USUAL_PROMPT = 256  # tokens, for what is said of the speed before anything is asked
-
-
-def converse(
-    opened: Opened,
-    wish: ChatWish,
-    screen: Screen,
-    terminal: Terminal,
-    *,
-    environment: Mapping[str, str],
-) -> int:
-    """Hold a conversation until the person leaves; the exit code. Raises ConfigError."""
-    answerer = answerer_of(opened, wish, environment=environment)
-    chat = Chat.of(answerer, system=wish.system)
-    base = functools.partial(base_alone, answerer) if wish.compares else None
-    dtype = str(opened.dtype).removeprefix("torch.")
-    terminal.line(f"{opened.subject.name} · {dtype}")
-    terminal.line(answerer.outlook_line([[0] * _USUAL_PROMPT]))
-    if not chat.has_turns:
-        terminal.line(NO_TEMPLATE)
-    terminal.line("/help says what can be typed · Ctrl-D leaves")
-    code = Conversation(chat, screen, base).hold()
-    if answerer.num_tokens:
-        terminal.line(answerer.rate_line())
-    return code
 
 
 def answer_prompts(
@@ -94,7 +65,7 @@ def answer_prompts(
 
 def _of_length(answerer: Answerer, terminal: Terminal) -> Callable[[Sequence[Prompt]], None]:
     """What says of prompts, once, that one is longer than the model was made for."""
-    limit = longest_known(answerer.trainer.model)
+    limit = longest_known(answerer.pipe.model)
 
     def warn(prompts: Sequence[Prompt]) -> None:
         nonlocal limit

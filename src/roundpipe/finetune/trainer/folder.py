@@ -1,4 +1,4 @@
-"""The folder of a Trainer's run, and what an earlier run left there.
+"""The folder of a Trainer's run: what an earlier run left there, and what ``save_model`` writes.
 
 transformers' Trainer writes into its ``output_dir`` whatever is there. Here a run begins with no
 checkpoints of another one beside its own, from which it could go on by mistake. So:
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roundpipe.checkpoint.find import checkpoints_in
 from roundpipe.checkpoint.manifest import MANIFEST
@@ -25,7 +25,11 @@ from roundpipe.finetune.output.earlier import (
     named,
     newest,
 )
+from roundpipe.finetune.output.result_files import save_result
+from roundpipe.finetune.output.run_folder import RunFolder, claim
 from roundpipe.finetune.run.content import Content
+from roundpipe.finetune.run.result import save_run
+from roundpipe.finetune.run.training import weights_to_save
 from roundpipe.finetune.settings.parse import RESOLVED
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from roundpipe.finetune.output.earlier import Counting
     from roundpipe.finetune.run.prepare import Job
     from roundpipe.finetune.settings.config import TrainConfig
+    from roundpipe.roundpipe import RoundPipe
 
 
 def judge_for(resume: str | None) -> Callable[[TrainConfig, Path, Counting], Earlier]:
@@ -81,6 +86,36 @@ def compare_content(job: Job, earlier: Earlier, say: Callable[[str], None]) -> N
     for what, digest in job.content.items():
         if what in ("base", "data") and digest is not None:
             content.note(what, digest)
+
+
+def save_to(folder: Path, job: Job, pipe: RoundPipe) -> None:
+    """Write the newest weights, tokenizer and settings into ``folder``, in place of those there.
+
+    Each file appears whole or not at all. Raises OSError where the disk fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunFolder(folder, Earlier(RunState.NEW), str(folder)).files_in_place() as staging:
+        save_result(
+            staging,
+            job.model,
+            weights_to_save(job, pipe),
+            job.tokenizer,
+            base_folder=job.base_folder,
+        )
+
+
+def save_as_run(job: Job, pipe: RoundPipe, state: dict[str, Any]) -> None:
+    """Write the result of a run into its own folder, with its model card and its state.
+
+    ``state``: of ``trainer_state.json``. Raises ConfigError where another process holds it.
+    """
+
+    def as_it_is(config: TrainConfig, path: Path, counting: Any) -> Earlier:
+        del config, path, counting
+        return Earlier(RunState.UNFINISHED)
+
+    with claim(job.config, judged=as_it_is) as folder:
+        save_run(job, weights_to_save(job, pipe), folder, state)
 
 
 def _anew(config: TrainConfig, path: Path) -> Earlier:
