@@ -19,11 +19,11 @@ from roundpipe.finetune.settings.schema import aliases_of, groups
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 HEAD = """# Keys of a config
 
-Every setting, with its default. `roundpipe train`, `plan` and `init` take all of them, in a YAML file
-or on the command line: `key=value`, `--key value`, `--key=value`, with dashes or underscores. Values
-are YAML; `1e-4` is a number; `null`, `none` and an empty value mean the default unless the table says
-otherwise. `roundpipe schema > roundpipe.schema.json` writes the same as JSON schema; with it beside a
-config, editors complete keys and mark slips:
+Every setting, with its default. `roundpipe train`, `plan` and `init` take all of them, in a YAML
+file or on the command line: `key=value`, `--key value`, `--key=value`, with dashes or underscores.
+Values are YAML; `1e-4` is a number; `null`, `none` and an empty value mean the default unless the
+table says otherwise. `roundpipe schema > roundpipe.schema.json` writes the same as JSON schema;
+with it beside a config, editors complete keys and mark slips:
 
 ```yaml
 # yaml-language-server: $schema=roundpipe.schema.json
@@ -32,8 +32,8 @@ learning_rate: 1e-4
 ```
 
 *Also* names the keys of other trainers that set a field: plain other names first, then keys whose
-value decides. `roundpipe plan FILE` prints what each key of a file became. This page is written from
-the code by `scripts/config_docs.py`.
+value decides. `roundpipe plan FILE` prints what each key of a file became. This page is written
+from the code by `scripts/config_docs.py`.
 """
 FOREIGN = """## Keys of other trainers
 

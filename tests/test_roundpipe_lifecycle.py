@@ -270,6 +270,17 @@ def test_with_closes_when_the_body_raises():
     assert our_threads() == []
 
 
+def test_closing_while_python_ends_leaves_the_newest_weights_in_the_module(monkeypatch):
+    module = chain()
+    pipe = RoundPipe(module, devices="cpu")
+    step(pipe, optimizer_of(pipe))
+    newest = {name: weight.clone() for name, weight in pipe.state_dict().items()}
+    pipe._pool.close()  # as an early `atexit` hook finds it
+    monkeypatch.setattr(weakref.finalize, "_shutdown", True)
+    pipe.close()
+    assert all(torch.equal(module.state_dict()[name], newest[name]) for name in newest)
+
+
 def test_use_after_closing_says_so():
     pipe = RoundPipe(chain(), devices="cpu", name="mine")
     optimizer = optimizer_of(pipe)

@@ -145,3 +145,15 @@ def test_tests_lie_in_rooms_named_after_those_of_the_source() -> None:
     across = {"numbers", "e2e", "accept", "published"}  # what several rooms must get right together
     rooms = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} - across
     assert {room for room in rooms if not (SRC / "roundpipe" / room).is_dir()} == set()
+
+
+@pytest.mark.parametrize("room", ["trainer", "use", "output", "run"])
+def test_the_map_of_a_room_names_each_of_its_files_and_no_other(room: str) -> None:
+    folder = SRC / "roundpipe" / "finetune" / room
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert told is not None
+    assert not files - set(re.findall(r"\w+", told))
+    first = [re.split(r"  +", line.strip())[0] for line in told.splitlines()[2:]]
+    listed = {name for names in first for name in names.split(", ") if re.fullmatch(r"\w+", name)}
+    assert not listed - files

@@ -268,14 +268,17 @@ class RoundPipe(Checkpointing):
         self._finish_saving()
         try:
             self._engine.drain(patient=False)
-        except RoundPipeError:
-            logger.exception("closing %s", self.name)
+        except RoundPipeError as error:
+            if not isinstance(error.__cause__, KeyboardInterrupt):  # that one was raised already
+                logger.exception("closing %s", self.name)
         try:
             self._stepping.close(is_whole=self._engine.is_whole)
         except (RoundPipeError, OSError):
             logger.exception("closing %s: its optimizer's state", self.name)
         finally:
-            self._closer()
+            if found := self._closer.detach():  # called, it would do nothing once Python is ending
+                _, end, arguments, _ = found
+                end(*arguments)
             self.disown()
             self._hide_gradients()
 

@@ -242,14 +242,14 @@ PROMPTS = ["what is 3 + 3?", "so what is 4 + 4? so so", "1"]
 
 def _subject(run: Path, terminal: Terminal) -> tuple[Any, Any]:
     request = read_request([str(run), "devices=cpu"], options=(), environment={})
-    return find_subject(str(run), terminal, environment={}), request.settings
+    return find_subject(str(run), terminal), request.settings
 
 
 def merge_(run: Path, *words: str, terminal: Terminal | None = None) -> Merged:
     terminal = terminal or Terminal(io.StringIO())
     options = ("base", "export_dir")
     request = read_request([str(run), "devices=cpu", *words], options=options, environment={})
-    subject = find_subject(request.given, terminal, environment={}, base=request.base)
+    subject = find_subject(request.given, terminal, base=request.base)
     wanted = merge_wish_of(request, subject)
     return merge(subject, wanted, request.settings, terminal, environment={})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,8 +21,6 @@ from roundpipe.finetune.forecast.examine_software import SoftwareExamination
 from roundpipe.finetune.forecast.machines import load_machine, saved_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from roundpipe.plan.machine import Machine
 
 LITTLE = Effort(seconds=0.005, copy_bytes=2**20, matrix_size=256, product_seconds=1e-4)
@@ -101,6 +100,15 @@ def test_the_file_it_writes_is_a_machine(
     assert machine.text == "2 × cpu"
     here = load_machine(devices="cpu*2", environment=environment)
     assert here.cards[0].flops == machine.cards[0].flops
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_what_was_measured_is_told_where_its_file_cannot_be_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ConfigError, match="cannot write the machine file: /dev/full"):
+        doctor("--output", "/dev/full")
+    assert "2 × cpu" in capsys.readouterr().out
 
 
 def test_json_is_all_of_it_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +17,6 @@ from roundpipe.finetune.run.loop import train
 from roundpipe.finetune.settings.config import make_config
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from roundpipe.finetune.run.signals import Stop
 
 # peft 0.21 asks transformers 5.24 for a name that is about to go
@@ -70,6 +70,19 @@ def test_a_run_is_scored_on_its_own_evaluation_data(capsys: Any, place: Path) ->
     assert out.count("\n") == 1
     assert "5 samples, " in err
     assert "val_size=5" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_answers_that_a_full_disk_does_not_take_are_kept_elsewhere(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code, out, err = evaluate(capsys, "out", ASKS, "max_new_tokens=3", "output=/dev/full")
+    (kept,) = tmp_path.glob("answers-*.jsonl")
+    assert code == 2
+    assert out.startswith("out: loss ")
+    assert f"no space left on device\n  hint: the answers are in {kept}\n" in err
+    assert [set(json.loads(line)) for line in kept.read_text().splitlines()]
 
 
 def test_answers_go_to_a_file_and_json_is_all_that_is_printed(capsys: Any, place: Path) -> None:

@@ -119,6 +119,7 @@ def test_a_file_is_written_once_and_never_replaced(capsys: pytest.CaptureFixture
         ([MODEL], "no dataset is given"),
         ([MODEL, "my.jsonl", "more"], "neither model nor data: more"),
         ([MODEL, "my.jsonl", "learning_rat=1"], "unknown key: learning_rat\n  hint: learning_rate"),
+        (["my.jsonl", MODEL], "data, not a model: my.jsonl\n  hint: roundpipe init MODEL DATA"),
         ([MODEL, "mi.jsonl"], "no such dataset file: mi.jsonl\n  hint: my.jsonl"),
         ([MODEL, "my.jsonl", "-o"], "-o names no file"),
         ([MODEL, "my.jsonl", "-o", "no/such/x.yaml"], "cannot write: no/such/x.yaml"),

@@ -205,8 +205,9 @@ def test_nobody_reading_stdout_and_no_stdout_at_all_are_no_errors() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-def test_a_full_disk_behind_stdout_is_said_in_a_line() -> None:
-    command = [sys.executable, "-m", "roundpipe", "schema"]
+@pytest.mark.parametrize("word", ["schema", "--help"])
+def test_a_full_disk_behind_stdout_is_said_in_a_line(word: str) -> None:
+    command = [sys.executable, "-m", "roundpipe", word]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1

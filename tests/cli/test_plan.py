@@ -97,6 +97,8 @@ def test_a_config_of_another_trainer_is_planned_and_translated(
         (["machin=4090"], "unknown key: machin\n  hint: machine"),
         (["batch_size=4"], "no model_name_or_path is given"),
         (["machine=4090", "--why"], "--why is of one job"),
+        ([*SMALL, "--whyy"], "unknown key: whyy\n  hint: --why"),
+        (["my.jsonl"], "data, not a config: my.jsonl\n  hint: dataset=my.jsonl"),
         ([*SMALL, "--why=3"], "neither true nor false: why=3"),
         ([*SMALL, "--trace"], "trace names no file\n  hint: --trace plan.json"),
         (["no.yaml"], "no such config file: no.yaml"),

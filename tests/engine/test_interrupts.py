@@ -144,7 +144,7 @@ def test_a_backward_that_hangs_is_noticed_by_whoever_waits(rig, held, gate):
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_closing_what_hangs_takes_a_moment(held, gate, monkeypatch, told):
+def test_closing_what_hangs_takes_a_moment(held, gate, monkeypatch, caplog, told):
     monkeypatch.setattr(pool_module, "_CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(engine_module, "_GRACE_SECONDS", 0.2)
     trainer = held(stall_seconds=0.4 if not told else LONG)
@@ -154,6 +154,7 @@ def test_closing_what_hangs_takes_a_moment(held, gate, monkeypatch, told):
     begin = time.monotonic()
     trainer.pipe.close()
     assert time.monotonic() - begin < LONG / 5
+    assert [record.name for record in caplog.records if record.exc_info and told] == []
     with pytest.raises(ConfigError, match="closed"):
         trainer.call()
 

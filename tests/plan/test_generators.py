@@ -120,6 +120,30 @@ def test_a_boundary_that_nobody_saved_is_refused(costs_of) -> None:
         computation([replace(forward, saves=(1,)), fused], devices=1, microbatches=1)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": 1}, "visit 0 is on device 1: there are 1"),
+        ({"microbatches": (0, 1)}, r"visit 0 has microbatches \(0, 1\): there are 1"),
+        ({"saves": (0, 2)}, r"visit 0 of layers \[0, 1\] saves boundary 0: it hands out what"),
+    ],
+)
+def test_a_visit_made_by_hand_is_refused_for_what_is_wrong_in_it(
+    costs_of, change, message: str
+) -> None:
+    visits = list(round_robin(THREE, costs_of(3), devices=1, microbatches=1).visits)
+    visits[0] = replace(visits[0], **change)
+    with pytest.raises(PlanError, match=message):
+        computation(visits, devices=1, microbatches=1)
+
+
+def test_a_visit_that_gives_no_gradient_is_told_before_it_runs(costs_of) -> None:
+    forward, fused, *rest = round_robin(THREE, costs_of(3), devices=1, microbatches=1).visits
+    visits = [forward, replace(fused, gives_gradient=False), *rest]
+    with pytest.raises(PlanError, match="needs a gradient of boundary 2 that nothing makes"):
+        computation(visits, devices=1, microbatches=1)
+
+
 def test_a_gradient_that_nobody_made_is_refused(costs_of) -> None:
     forward, _, upper, _ = round_robin(THREE, costs_of(3), devices=1, microbatches=1).visits
     with pytest.raises(PlanError, match=r"B2\.0 needs a gradient of boundary 2 that nothing makes"):

@@ -101,6 +101,15 @@ def test_what_the_file_says_overrides_the_text() -> None:
     assert (machine.host.bandwidth, machine.host.memory_bytes) == (44e9, 128 * 10**9)
 
 
+def test_nothing_is_assumed_of_links_that_the_file_gives() -> None:
+    link = {"up": "12 GB/s", "down": "11.5 GB/s"}
+    told = [
+        any("lanes" in note for note in machine_of({"machine": "2x3090,64GB", **cards}).notes)
+        for cards in ({}, {"cards": {"link": {"up": "12 GB/s"}}}, {"cards": {"link": link}})
+    ]
+    assert told == [True, True, False]
+
+
 def test_a_list_overrides_card_by_card() -> None:
     machine = machine_of(
         {"machine": "2x4090,128GB", "cards": [{"memory": "20 GB"}, {"card": "3090"}]}

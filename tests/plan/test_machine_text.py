@@ -130,6 +130,7 @@ def test_cpu_devices_share_what_the_machine_has() -> None:
         ("", "without a card", "8x4090,512GB"),
         ("64GB", "without a card", "1xcpu"),
         ("2x3909,64GB", "unknown card: 3909", "3090"),
+        ("1x4090,64", "neither a card nor a size: 64", "64GB"),
         ("0x3090", "not a number of cards", "8x4090"),
         ("9999x3090", "not a number of cards", "8x4090"),
         ("60x3090+60x3090", "more cards than a machine has", "8x4090"),

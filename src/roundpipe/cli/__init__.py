@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         app(args=arguments, prog_name="roundpipe")
     except SystemExit as end:
         code = end.code
+    except OSError as problem:  # of what typer itself writes
+        code = _unwritten(problem)
+        if code is None:
+            raise
     _forget_broken_pipes()
     number = code if isinstance(code, int) else int(code is not None)
     if argv is None and number > _SIGNALLED:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.output.characters import harmless, put
 from roundpipe.finetune.output.terminal import Terminal
+from roundpipe.finetune.run.signals import leave_at_once, listening
 from roundpipe.finetune.use.chat_wish import OPTIONS, TEXTS, chat_wish
 from roundpipe.finetune.use.options import take_texts
 from roundpipe.finetune.use.piped import Asked, read_lines
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from roundpipe.finetune.use.chat_wish import ChatWish
+    from roundpipe.finetune.use.opened import Opened
     from roundpipe.finetune.use.request import Request
 
 USAGE = "roundpipe chat RUN [prompt='…'] [system='…'] [temperature=0] [max_new_tokens=512] [--json]"
@@ -30,7 +32,9 @@ USAGE = "roundpipe chat RUN [prompt='…'] [system='…'] [temperature=0] [max_n
 def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
     """Run the command: 0, or 130 where Ctrl-C ended it. Raises ConfigError."""
     words, texts = take_texts(arguments, TEXTS)
-    request = read_request(words, options=OPTIONS, environment=environment, usage=USAGE)
+    request = read_request(
+        words, options=OPTIONS, taken=TEXTS, environment=environment, usage=USAGE
+    )
     seed = request.settings.seed if "seed" in request.said else None
     wish = chat_wish(request.options, texts, seed=seed)
     asked = _asked(wish)
@@ -69,21 +73,38 @@ def _with_model(
     terminal = Terminal(sys.stderr)
     for line in request.notes:
         terminal.line(line)
-    with terminal.waiting("starting torch"):
+    with contextlib.ExitStack() as parts:
+        opened = _open(request, wish, terminal, environment, parts)
         from roundpipe.finetune.use.answering import answer_prompts  # noqa: PLC0415 (torch)
-        from roundpipe.finetune.use.chat import require_base  # noqa: PLC0415
         from roundpipe.finetune.use.conversation import converse  # noqa: PLC0415
-        from roundpipe.finetune.use.opened import open_subject  # noqa: PLC0415
-        from roundpipe.finetune.use.subject import find_subject  # noqa: PLC0415
-    subject = find_subject(request.given, terminal, environment=environment, base=request.base)
-    if wish.compares:
-        require_base(subject)
-    screen = ThisTerminal(sys.stdout, terminal)
-    with open_subject(subject, request.settings, terminal, environment=environment) as opened:
+
+        screen = ThisTerminal(sys.stdout, terminal)
         if asked is None:
             return converse(opened, wish, screen, terminal, environment=environment)
         answer_prompts(opened, wish, asked, screen.show, terminal, environment=environment)
     return 0
+
+
+def _open(
+    request: Request,
+    wish: ChatWish,
+    terminal: Terminal,
+    environment: Mapping[str, str],
+    parts: contextlib.ExitStack,
+) -> Opened:
+    """The model, until ``parts`` end. A signal ends this, also where a library would lose it."""
+    with listening(leave_at_once):
+        with terminal.waiting("starting torch"):
+            from roundpipe.finetune.use import answering, conversation  # noqa: F401, PLC0415, torch
+            from roundpipe.finetune.use.chat import require_base  # noqa: PLC0415
+            from roundpipe.finetune.use.opened import open_subject  # noqa: PLC0415
+            from roundpipe.finetune.use.subject import find_subject  # noqa: PLC0415
+        subject = find_subject(request.given, terminal, base=request.base)
+        if wish.compares:
+            require_base(subject)
+        return parts.enter_context(
+            open_subject(subject, request.settings, terminal, environment=environment)
+        )
 
 
 class ThisTerminal:

@@ -97,14 +97,17 @@ def run(
     name = reference.name if any(finding.price for finding in findings) else ""
     text = machine_text(machine, json.loads(json.dumps(readings.plain())))
     files = [file for file in (wish.output, saved_file(environment) if wish.save else None) if file]
-    for file in files:
-        write_machine(file, text)
-    if wish.as_json:
-        typer.echo(json.dumps(_as_values(readings, machine, findings, name), indent=2))
-    else:
-        for line in doctor_lines(readings, machine, findings, reference=name):
-            typer.echo(line)
-        typer.echo("")
+    try:
+        if wish.as_json:
+            typer.echo(json.dumps(_as_values(readings, machine, findings, name), indent=2))
+        else:
+            for line in doctor_lines(readings, machine, findings, reference=name):
+                typer.echo(line)
+            typer.echo("")
+    finally:  # what took minutes is told where no file takes it, and kept where it cannot be told
+        for file in files:
+            write_machine(file, text)
+    if not wish.as_json:
         for file in files:
             typer.echo(f"machine file: {file}")
         if not files:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from roundpipe.durable import write_text
+from roundpipe.errors import ConfigError
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.run.signals import leave_at_once, listening
-from roundpipe.finetune.use.eval_wish import OPTIONS, EvalWords, eval_wish, writing_answers
+from roundpipe.finetune.use.eval_wish import OPTIONS, EvalWords, eval_wish
 from roundpipe.finetune.use.request import read_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from roundpipe.finetune.run.signals import Stop
     from roundpipe.finetune.settings.config import TrainConfig
@@ -31,7 +34,13 @@ def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
     """Run the command. Raises ConfigError, and `Stopped` once what was reached is shown."""
     words = EvalWords.of(arguments)
     with listening(leave_at_once) as stop:
-        request = read_request(words.rest, options=OPTIONS, environment=environment, usage=_USAGE)
+        request = read_request(
+            words.rest,
+            options=OPTIONS,
+            taken=("answer_pattern",),
+            environment=environment,
+            usage=_USAGE,
+        )
         wish = eval_wish(request, words)
         terminal = Terminal(sys.stderr)
         for note in request.notes:
@@ -54,11 +63,11 @@ def _score(
         from roundpipe.finetune.use.evaluating import base_of, evaluate_subject  # noqa: PLC0415
         from roundpipe.finetune.use.opened import open_tokenizer  # noqa: PLC0415
         from roundpipe.finetune.use.subject import find_subject  # noqa: PLC0415
-    subject = find_subject(request.given, terminal, environment=environment, base=request.base)
+    subject = find_subject(request.given, terminal, base=request.base)
     config = scored_config(request.settings, wish.choice)
     subjects = [subject]
     if wish.with_base:
-        subjects.insert(0, base_of(subject, terminal, environment=environment))
+        subjects.insert(0, base_of(subject, terminal))
     tokenizer = open_tokenizer(subject, config, terminal)
     data = load_scored(config, wish.choice, tokenizer, terminal, environment=environment)
     exam = _exam(data, config, tokenizer, wish, terminal)
@@ -116,8 +125,29 @@ def _show(scores: Sequence[Scores], data: str, exam: Exam, wish: EvalWish) -> No
     finally:  # answers took long to make: they are kept even where stdout takes nothing
         if wish.output is not None:
             lines = answer_lines(scores, exam.tokenizer)
-            with writing_answers(wish.output):
-                write_text(wish.output, "".join(f"{line}\n" for line in lines))
+            _keep(wish.output, "".join(f"{line}\n" for line in lines))
+
+
+def _keep(output: Path, text: str) -> None:
+    """Write answers where they are wanted; raises ConfigError that says where they are else."""
+    try:
+        write_text(output, text)
+    except OSError as problem:
+        why = (problem.strerror or str(problem)).lower()
+        raise ConfigError(
+            f"output: cannot be written: {output}: {why}\nhint: {_rescued(text)}"
+        ) from problem
+
+
+def _rescued(text: str) -> str:
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", prefix="answers-", suffix=".jsonl", delete=False
+        ) as file:
+            file.write(text)
+    except OSError:
+        return "make room there and give the command again"
+    return f"the answers are in {file.name}"
 
 
 def _print(scores: Sequence[Scores], data: str, wish: EvalWish) -> None:

@@ -17,7 +17,7 @@ from roundpipe.finetune.forecast.forecast import planned_machine
 from roundpipe.finetune.forecast.proposal import propose
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.settings import keys
-from roundpipe.finetune.settings.parse import parse_argv
+from roundpipe.finetune.settings.parse import is_data, parse_argv
 from roundpipe.finetune.settings.translate import KNOWN
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ def run(arguments: Sequence[str], *, environment: Mapping[str, str]) -> int:
     except OSError as problem:
         reason = (problem.strerror or "error").lower()
         raise ConfigError(f"cannot write: {file}: {reason}\nhint: -o ANOTHER.yaml") from problem
+    for what in proposal.unknown:
+        typer.echo(f"not known here: {what}", err=True)
+    if proposal.does_not_fit:
+        typer.echo(f"does not fit this machine: {proposal.does_not_fit}", err=True)
     typer.echo(f"wrote {file}: roundpipe train {file}", err=True)
     return 0
 
@@ -130,6 +134,8 @@ def _given(names: list[str], values: dict[str, Any]) -> dict[str, Any]:
                 what = "model" if key == "model_name_or_path" else "dataset"
                 raise ConfigError(f"no {what} is given\nhint: {USAGE}")
             given[key] = names.pop(0)
+    if is_data(str(given["model_name_or_path"])):
+        raise ConfigError(f"data, not a model: {given['model_name_or_path']}\nhint: {USAGE}")
     if names:
         raise ConfigError(f"neither model nor data: {names[0]}\nhint: {USAGE}")
     return given

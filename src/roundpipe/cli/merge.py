@@ -37,7 +37,7 @@ def _merge(request: Request, terminal: Terminal, environment: Mapping[str, str])
         from roundpipe.finetune.use.merge import merge  # noqa: PLC0415 (torch)
         from roundpipe.finetune.use.merge_wish import merge_wish_of  # noqa: PLC0415
         from roundpipe.finetune.use.subject import find_subject  # noqa: PLC0415
-    subject = find_subject(request.given, terminal, environment=environment, base=request.base)
+    subject = find_subject(request.given, terminal, base=request.base)
     wish = merge_wish_of(request, subject)
     # The dtype that is said is what is saved; the model runs as it was trained.
     trained = "auto" if subject.config is None else subject.config.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import sys
@@ -118,6 +119,9 @@ def _table(values: Mapping[str, Any], wanted: Wanted, environment: Mapping[str, 
 def _wanted(values: dict[str, Any]) -> Wanted:
     """Take the options out of the keys."""
     taken = {name: values.pop(name) for name in _OPTIONS if name in values}
+    for key in values.keys() - KNOWN:
+        for near in difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.75):
+            raise ConfigError(f"unknown key: {key}\nhint: --{near}")
     for name in ("why", "json"):
         if not isinstance(taken.get(name, False), bool):
             raise ConfigError(f"neither true nor false: {name}={taken[name]}\nhint: --{name}")

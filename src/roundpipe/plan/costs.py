@@ -10,11 +10,19 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer. ``backward_seconds`` is without recompute.
+    """One layer: seconds and activations of one microbatch. ``backward_seconds`` without recompute.
 
-    On the device: ``activation_bytes`` stay from forward to backward, and ``peak_bytes`` come on
-    top of them at the layer's worst moment. ``host_forward_seconds`` and ``host_backward_seconds``
-    are the Python that issues the work: one process runs one at a time, whatever the device.
+    Over the link: ``weight_bytes`` go up, ``download_bytes`` of a gradient come down (None: as
+    ``gradient_bytes``), ``boundary_bytes`` are what the layer reads from the one below. On the
+    device: ``gradient_bytes`` are the fp32 sums of what is trained, 0 where nothing is;
+    ``activation_bytes`` stay from forward to backward, and ``peak_bytes`` come on top of them at
+    the layer's worst moment. ``host_forward_seconds`` and ``host_backward_seconds`` are the Python
+    that issues the work: one process runs one at a time, whatever the device.
+
+    Of the host's memory, ``update_bytes`` are read and written by an update and its publishing,
+    ``publish_bytes`` by publishing alone; ``pinned_bytes`` hold working weights and gradients,
+    ``pageable_bytes`` masters and moments. ``borrows``: layers that own a parameter it reads too.
+    Raises ValueError for a number below zero.
     """
 
     forward_seconds: float
@@ -52,7 +60,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The layers in order. ``trainable`` owners are those an optimizer updates."""
+    """The layers in order. ``owners``: those that own a parameter which the optimizer updates."""
 
     layers: tuple[LayerCost, ...]
     owners: frozenset[int]  # layers that own a trainable parameter

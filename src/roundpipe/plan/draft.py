@@ -24,7 +24,13 @@ MIN_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What lowering needs beside the computation."""
+    """What lowering needs beside the computation.
+
+    ``staleness``: 0, a step reads the weights of the step before; 1, of the one before that.
+    ``accumulate``: calls before in this step have left gradients to add to. ``eager``: a layer is
+    updated as soon as its gradient is whole. ``activations``: transfers of boundaries are part of
+    the schedule. ``min_chunk_bytes``: smaller pieces of a layer are not sent by themselves.
+    """
 
     costs: Costs
     staleness: int = 0

@@ -275,8 +275,11 @@ def computation(
     """The schedule that runs ``visits`` in order on their devices, with data dependencies only.
 
     ``splits_loss``: no visit is fused; the forward of the last layer makes the loss, with which its
-    backward begins. Where all visits are backward the caller gives what nothing here makes.
+    backward begins. Where all visits are backward the caller gives what nothing here makes. Raises
+    PlanError for a visit that needs what none before it hands out, or is on no device there is.
     """
+    for visit in visits:
+        _require_possible(visit, devices, microbatches)
     backward = [visit.layers.start for visit in visits if visit.phase is Phase.BACKWARD]
     is_continued = bool(visits) and len(backward) == len(visits)
     top = max((visit.layers.stop for visit in visits), default=0)
@@ -293,7 +296,7 @@ def computation(
                 queue.append(action)
             for boundary in visit.saves:
                 made[boundary, microbatch] = visit.compute(microbatch)[-1]
-            if visit.has_backward:
+            if visit.has_backward and visit.gives_gradient:
                 gradients[visit.layers.start, microbatch] = visit.compute(microbatch)[-1]
             elif splits_loss and visit.layers.stop == top:
                 gradients[top, microbatch] = visit.compute(microbatch)[-1]
@@ -308,6 +311,23 @@ def computation(
         is_continued=is_continued,
         keeps=keeps_of(visits, min(backward)) if backward else {},
     )
+
+
+def _require_possible(visit: Visit, devices: int, microbatches: int) -> None:
+    """What a visit that is made by hand can get wrong by itself."""
+    above = range(visit.layers.start + 1, visit.layers.stop + 1)
+    wrong = [boundary for boundary in visit.saves if boundary not in above]
+    if visit.device not in range(devices):
+        raise PlanError(f"visit {visit.number} is on device {visit.device}: there are {devices}")
+    if not set(visit.microbatches) <= set(range(microbatches)):
+        raise PlanError(
+            f"visit {visit.number} has microbatches {visit.microbatches}: there are {microbatches}"
+        )
+    if wrong:
+        raise PlanError(
+            f"visit {visit.number} of layers {list(visit.layers)} saves boundary {wrong[0]}: "
+            "it hands out what the layers above its first one read"
+        )
 
 
 def _needs(

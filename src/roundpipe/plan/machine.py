@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One kind of device. ``flops`` are by arithmetic: a dtype and how products are added up.
+    """One kind of device. ``flops`` a second are by arithmetic: a dtype and how products add up.
 
+    ``bandwidth``: of its own memory, bytes a second. ``in_host``: what it holds is host memory.
     Keys of ``flops``: ``fp32``, ``tf32``, ``bf16``, ``fp16`` (products added in fp32) and
     ``fp16_fp16`` (added in fp16, twice as fast on consumer cards).
     """
@@ -31,7 +32,10 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Between the host and one device. ``duplex`` is what is left of a rate when both ways run."""
+    """Between the host and one device: ``up`` to it and ``down`` from it, bytes a second.
+
+    ``duplex`` is what is left of a rate while both ways run, 1.0 for all of it.
+    """
 
     up: float  # host -> device
     down: float  # device -> host
@@ -40,7 +44,11 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """``bandwidth`` is of memory: transfers, sums of gradients and the optimizer share it."""
+    """The host. ``bandwidth`` of its memory, bytes a second, is shared by all that moves there:
+
+    transfers, sums of gradients and the optimizer; ``update_bandwidth`` bounds what an update moves
+    alone. ``disk_bytes``: free on the disk; None: unknown.
+    """
 
     memory_bytes: int
     bandwidth: float
@@ -50,7 +58,10 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices with one link each, and their host. ``link_cap``: of all links together, each way."""
+    """Devices with one link each, and their host.
+
+    ``link_cap``: of all links together, each way, bytes a second; None: what each has alone.
+    """
 
     cards: tuple[Card, ...]
     links: tuple[Link, ...]

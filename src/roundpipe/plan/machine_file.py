@@ -56,6 +56,8 @@ def machine_of(mapping: Mapping[str, Any]) -> Machine:
     entries = _entries(mapping.get("cards"), base)
     said = base or Said()
     said.cards = [_model(entry, said.cards, place) for place, entry in enumerate(entries)]
+    links = [entry.get("link") for entry, _ in entries]
+    said.has_links = all(isinstance(link, dict) and {"up", "down"} <= link.keys() for link in links)
     host = _mapping(mapping.get("host"), "host", _HOST_KEYS)
     for key, read in (("memory", _bytes), ("disk", _bytes), ("bandwidth", _rate)):
         if host.get(key) is not None:

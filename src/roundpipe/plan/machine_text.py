@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe.errors import ConfigError
 from roundpipe.plan.amounts import read_bytes, read_rate, write_bytes, write_rate
-from roundpipe.plan.cards import CardModel, card_named
+from roundpipe.plan.cards import CardModel, card_named, find_card
 from roundpipe.plan.hosts import (
     GENERATIONS,
     HostKind,
@@ -47,13 +47,14 @@ class Said:
     """What is said of a machine, before anything is assumed.
 
     ``values`` by the names of the text's keys: memory, disk (bytes), bandwidth, link, cap (bytes
-    per second), duplex (a share).
+    per second), duplex (a share). ``has_links``: what links carry is said card by card.
     """
 
     cards: list[CardModel | None] = field(default_factory=list)  # None: a CPU device
     generation: int | None = None
     lanes: int | None = None
     values: dict[str, float] = field(default_factory=dict)
+    has_links: bool = False
 
     @property
     def models(self) -> list[CardModel]:
@@ -96,6 +97,8 @@ def _read_term(term: str, said: Said) -> None:
     elif _UNIT.fullmatch(lower):
         _say("memory", lower, said)
     else:
+        if said.cards and term.isdecimal() and find_card(term) is None:
+            raise ConfigError(f"neither a card nor a size: {term}\nhint: {term}GB is host memory")
         for part in term.split("+"):
             said.cards.extend(_read_cards(part.strip()))
     if len(said.cards) > MAX_CARDS:
@@ -191,7 +194,8 @@ def _cards(said: Said, host: Host) -> tuple[Card, ...]:
 
 def _links(said: Said, kind: HostKind, notes: list[str]) -> tuple[Link, ...]:
     share = lanes_each(kind, len(said.models))
-    if said.lanes is None and "link" not in said.values and share < 16 and said.models:
+    is_said = said.has_links or said.lanes is not None or "link" in said.values
+    if not is_said and share < 16 and said.models:
         notes.append(
             f"{len(said.models)} cards on a {kind.name}: {share} lanes each assumed (x16 says more)"
         )

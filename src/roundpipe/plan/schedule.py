@@ -32,8 +32,9 @@ class Visit:
     """One run of one stage on one device.
 
     ``saves`` are the boundaries (a boundary is named by the layer that reads it) that a forward
-    visit hands out: its own end and the start of every backward stage inside it. ``results`` are
-    those of them that the caller gets.
+    visit hands out: its own end (``layers.stop``), and the start of every backward stage that
+    begins inside it, above its first layer. ``results`` are those of them that the caller gets.
+    ``gives_gradient``: of a visit that runs backward, whether anything below it is trained.
     """
 
     number: int

@@ -53,7 +53,7 @@ def doctor_lines(
         if finding.hint:
             lines.append(f"{_INDENT}hint: {finding.hint}")
     if reference and any(finding.price for finding in findings):
-        lines.append(f"{_INDENT}tokens/s are of the reference model: {reference}")
+        lines += ["", f"tokens/s are of the reference model: {reference}"]
     return lines
 
 

@@ -129,6 +129,9 @@ def test_the_job_takes_its_steps_at_the_length_of_its_data(tiny_data: Path) -> N
     # Questions of a few dozen tokens take less than sequences of 1,024.
     assert made.duration.seconds < made.duration.steps * made.pace.step_seconds
     assert "about 12 samples" in made.duration.note
+    once = found(dataset=str(tiny_data), epochs=1).forecast.duration
+    assert once is not None
+    assert once.what == "1 epoch of data.jsonl"
 
 
 def test_without_data_only_max_steps_tell_how_long_a_job_is() -> None:

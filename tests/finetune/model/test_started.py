@@ -129,6 +129,17 @@ def test_a_config_that_is_no_lora_is_refused(
         prepared(config_of(adapter_name_or_path=str(copied)))
 
 
+@pytest.mark.parametrize(
+    "fields", [{"init_lora_weights": "pissa_niter_4"}, {"alora_invocation_tokens": [5]}]
+)
+def test_an_adapter_that_would_be_another_here_is_refused_by_name(
+    config_of: Any, copied: Path, fields: dict[str, Any]
+) -> None:
+    edit(copied, **fields)
+    with pytest.raises(ConfigError, match=rf"adapter_name_or_path: .*copied: {next(iter(fields))}"):
+        prepared(config_of(adapter_name_or_path=str(copied)))
+
+
 def test_settings_that_read_the_base_do_not_go_with_4_bits(
     config_of: Any, copied: Path, tiny: ModuleType, tmp_path: Path
 ) -> None:

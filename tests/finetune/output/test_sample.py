@@ -207,6 +207,29 @@ def test_a_tokenizer_without_pad_token_answers_several(pipe: RoundPipe, tiny: Mo
     assert answer(pipe, tokenizer, PROMPTS, max_new_tokens=6) == expected
 
 
+def test_a_prompt_that_ends_the_positions_cuts_no_answer_but_its_own(tiny: ModuleType) -> None:
+    tokenizer = tiny.tiny_tokenizer(template=None)
+    model = varied(made("GPT2", vocab_size=260, eos_token_id=259))
+    with RoundPipe(model, devices="cpu") as pipe:
+        prompts = ["a" * 61, "why", "b" * 59]  # of 64 positions
+        answerer = Answerer(pipe, tokenizer, max_new_tokens=6)
+        found = answerer.answers(prompts)
+        assert answerer.num_tokens == 3 + 6 + 5
+        expected = [answer(pipe, tokenizer, [prompt], max_new_tokens=6) for prompt in prompts]
+    assert [[text] for text in found] == expected
+
+
+def test_padding_does_not_count_as_said_before(tiny: ModuleType) -> None:
+    tokenizer = tiny.tiny_tokenizer(template=None)
+    tokenizer.pad_token = None  # so that it would be padded with what ends an answer
+    model = talking(tiny.tiny_model(tied=False), tokenizer.eos_token_id)
+    with RoundPipe(model, devices="cpu") as pipe:
+        how = {"max_new_tokens": 4, "no_repeat_ngram_size": 1}
+        answerer = Answerer(pipe, tokenizer, **how)
+        assert answerer.answers(["a long one", "b"]) == ["", ""]
+        assert answerer.num_tokens == 2
+
+
 def test_what_fills_up_short_answers_is_no_part_of_them(
     tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,9 +172,12 @@ def test_a_bar_on_a_terminal_that_is_closed_meanwhile_stops_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Tty()])
-def test_a_run_that_goes_on_begins_at_its_step_and_counts_its_own_time_only(stream: Any) -> None:
-    with Terminal(stream).progress(40, done=20) as progress:
-        progress._started -= 10.0
+def test_a_run_that_goes_on_begins_at_its_step_and_counts_its_own_time_only(
+    stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Terminal(stream).progress(40, done=20) as progress, monkeypatch.context() as patch:
+        now = progress._started + 10.0
+        patch.setattr("roundpipe.finetune.output.progress.time.perf_counter", lambda: now)
         assert progress.time_left(22) == " · 1:30 left"
         assert progress.time_left(40) == ""
     if isinstance(stream, Tty):

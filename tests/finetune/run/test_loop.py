@@ -95,6 +95,11 @@ def test_the_evaluation_loss_is_that_of_the_weights_at_that_step(config_of: Any)
     assert result.history[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def _without_waiting(lines: list[str]) -> list[str]:
+    """Lines but for those of what took long, which a busy machine shows one more of."""
+    return [line for line in lines if not line.startswith("answering") and line[-1:] != "…"]
+
+
 def test_the_folder_holds_all_that_is_promised(config_of: Any) -> None:
     result, lines = run(config_of(sample_prompts=["what is 1 + 1?"]))
     assert {path.name for path in result.folder.iterdir()} == {
@@ -114,7 +119,7 @@ def test_the_folder_holds_all_that_is_promised(config_of: Any) -> None:
         "training_loss.png",
     }
     logged = (result.folder / "run.log").read_text().splitlines()
-    assert [line for line in logged if not line.startswith("answering")] == lines
+    assert _without_waiting(logged) == _without_waiting(lines)
     assert lines[0] == "a note"
     assert any(line.startswith("sample: <|im_start|>user") for line in lines)
     assert any(line.startswith("  before:") for line in lines)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roundpipe.finetune.run.signals import Stop, Stopped, listening, signal_name
+from roundpipe.finetune.run.signals import (
+    Stop,
+    Stopped,
+    ending_a_script,
+    listening,
+    signal_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,6 +128,30 @@ def test_a_notebook_is_never_left_but_interrupted(monkeypatch: pytest.MonkeyPatc
         now[0] += 0.2
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
+
+def test_a_handler_of_a_script_stays_and_is_called() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with listening() as stop:
+            send(signal.SIGTERM)
+            assert not stop.is_asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"),
+    [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)],
+)
+def test_a_script_ends_as_its_signal_says(
+    number: int, kind: type[BaseException], code: int | None
+) -> None:
+    with pytest.raises(kind) as caught, ending_a_script(), listening() as stop:
+        noted(stop, number)
+    assert getattr(caught.value, "code", None) == code
 
 
 def test_what_was_ignored_at_the_start_stays_ignored() -> None:

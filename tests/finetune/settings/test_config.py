@@ -395,6 +395,7 @@ def test_what_is_not_done_here_is_refused_by_name(words: tuple[str, ...], messag
         (("lr=abc",), "learning_rate: abc is not a valid number"),
         (("batch_size=0",), "batch_size: 0 is not greater than or equal to 1"),
         (("batch_size=2.5",), "batch_size: 2.5 is not a valid integer"),
+        (("batch_size=two",), "batch_size: two is not a valid integer\nhint: batch_size: samples"),
         (("--batch-size",), "batch_size: true is no value\nhint: batch_size: samples per"),
         (
             ("finetuning_type=loar",),

@@ -51,7 +51,7 @@ def from_file(**file: Any) -> TrainConfig:
         ({"warmup_ratio": 0.0, "warmup_steps": 7}, {"warmup_steps": 7}),
         ({"lr": 1e-4, "lr_scheduler_kwargs": {"min_lr": 1e-5}}, {"min_lr_ratio": 0.1}),
         ({"lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'}, {"min_lr_ratio": 0.2}),
-        ({"pissa_init": True, "pissa_iter": 4}, {"peft": {"init_lora_weights": "pissa_niter_4"}}),
+        ({"pissa_init": True, "pissa_iter": 4}, {"peft": {"init_lora_weights": "pissa"}}),
         ({"pissa_init": True, "pissa_iter": -1}, {"peft": {"init_lora_weights": "pissa"}}),
         ({"bias": "none", "loftq_config": None}, {"peft": None}),
         (

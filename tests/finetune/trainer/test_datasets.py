@@ -42,7 +42,9 @@ ASKED = [{"prompt": talk["messages"][:1], "completion": talk["messages"][1:2]} f
 TOKENS = [{"input_ids": list(range(5, 12 + i))} for i in range(5)]
 LABELLED = [{**row, "labels": [-100] * 3 + row["input_ids"][3:]} for row in TOKENS]
 MASKED = [{**row, "assistant_masks": [0] * 3 + [1] * (len(row["input_ids"]) - 3)} for row in TOKENS]
-ANSWERED = [{**row, "completion_mask": [0] * 2 + [1] * (len(row["input_ids"]) - 2)} for row in TOKENS]
+ANSWERED = [
+    {**row, "completion_mask": [0] * 2 + [1] * (len(row["input_ids"]) - 2)} for row in TOKENS
+]
 
 
 @pytest.fixture(autouse=True)

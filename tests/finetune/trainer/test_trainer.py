@@ -123,6 +123,14 @@ def test_an_adapter_is_trained_saved_and_opened_by_stock_peft(make: Any, tmp_pat
         assert torch.equal(found[name], weight), name
 
 
+def test_what_is_saved_ends_where_the_tokenizer_ends(make: Any, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = 5  # of texts before
+    make(model).save_model(tmp_path / "full")
+    stock: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    assert stock.generation_config.eos_token_id == [5, 257]
+
+
 def test_a_model_under_peft_and_a_roundpipe_train_as_the_same_from_a_config(make: Any) -> None:
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 

@@ -47,7 +47,7 @@ def exam_of(
     given: str, settings: TrainConfig, choice: Choice = THE_RUNS, **more: Any
 ) -> tuple[Any, Exam]:
     terminal = Terminal(io.StringIO())
-    subject = find_subject(given, terminal, environment={})
+    subject = find_subject(given, terminal)
     config = scored_config(settings, choice)
     tokenizer = open_tokenizer(subject, config, terminal)
     data = load_scored(config, choice, tokenizer, terminal, environment={})
@@ -223,7 +223,7 @@ def test_the_base_is_scored_on_the_same_questions(config_of: Any, tiny_folder: P
     config = config_of(val_size=5, eval_strategy="no")
     train(config, terminal=Terminal(io.StringIO()))
     subject, exam = exam_of(config.output_dir, config)
-    base = base_of(subject, Terminal(io.StringIO()), environment={})
+    base = base_of(subject, Terminal(io.StringIO()))
     found, _ = scored(base, exam)
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     assert found.loss.loss == pytest.approx(plain_loss(model, exam.samples)[0], rel=1e-6)
@@ -235,11 +235,11 @@ def test_the_base_of_a_full_run_is_the_model_it_began_with(
 ) -> None:
     config, _ = taught
     terminal = Terminal(io.StringIO())
-    subject = find_subject(config.output_dir, terminal, environment={})
-    base = base_of(subject, terminal, environment={})
+    subject = find_subject(config.output_dir, terminal)
+    base = base_of(subject, terminal)
     assert Path(base.source.location) == tiny_folder
     with pytest.raises(ConfigError, match="compare=base: no adapter, and no run"):
-        base_of(base, terminal, environment={})
+        base_of(base, terminal)
 
 
 def test_an_unfinished_run_is_scored_by_its_newest_checkpoint(config_of: Any) -> None:

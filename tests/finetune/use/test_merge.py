@@ -107,7 +107,7 @@ def _merge(*arguments: Any, shown: io.StringIO | None = None) -> Merged:
     words = [str(argument) for argument in arguments]
     terminal = Terminal(shown or io.StringIO())
     request = read_request([*words, "devices=cpu"], options=("base", "export_dir"), environment={})
-    subject = find_subject(request.given, terminal, environment={}, base=request.base)
+    subject = find_subject(request.given, terminal, base=request.base)
     wanted = merge_wish_of(request, subject)
     settings = request.settings.model_copy(update={"dtype": "auto"})
     return merge(subject, wanted, settings, terminal, environment={})
@@ -277,7 +277,7 @@ def test_what_was_trained_over_4_bits_is_merged_into_them_or_into_those_of_befor
 def _opened(run: Path, *words: str) -> Iterator[Opened]:
     terminal = Terminal(io.StringIO())
     request = read_request([str(run), "devices=cpu", *words], environment={})
-    subject = find_subject(str(run), terminal, environment={})
+    subject = find_subject(str(run), terminal)
     tokenizer: Any = tiny_tokenizer()
     with open_subject(
         subject, request.settings, terminal, environment={}, tokenizer=tokenizer

@@ -101,6 +101,14 @@ def test_mistakes_are_said_with_the_way_out(words: list[str], told: str) -> None
         read(*words)
 
 
+def test_a_slip_in_a_command_s_own_option_names_the_option() -> None:
+    for slip, meant in (("promt", "prompt"), ("max_new_token", "max_new_tokens")):
+        with pytest.raises(ConfigError, match=rf"unknown key: {slip}\nhint: {meant}$"):
+            read_request(
+                ["a", f"{slip}=1"], options=["max_new_tokens"], taken=["prompt"], environment={}
+            )
+
+
 def test_reading_a_command_line_needs_no_torch() -> None:
     """Where this process has not imported it for others."""
     module: Any = sys.modules["roundpipe.finetune.use.request"]

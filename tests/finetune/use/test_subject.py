@@ -91,7 +91,7 @@ def runs(tiny: ModuleType, tiny_folder: Path, tmp_path: Path) -> Runs:
 
 def found(given: Any, base: str | None = None) -> tuple[Subject, str]:
     stream = io.StringIO()
-    subject = find_subject(str(given), Terminal(stream), environment={}, base=base)
+    subject = find_subject(str(given), Terminal(stream), base=base)
     return subject, stream.getvalue()
 
 
@@ -140,6 +140,16 @@ def test_an_unfinished_run_is_its_newest_whole_checkpoint_and_that_is_said(runs:
         found(folder / "checkpoint-10")
 
 
+def test_a_checkpoint_that_a_run_does_not_have_is_not_sought_on_the_hub(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs.unfinished(10)
+    monkeypatch.chdir(folder.parent)
+    missing, there = f"{folder.name}/checkpoint-11", f"{folder.name}/checkpoint-10"
+    with pytest.raises(ConfigError, match=f"^no such folder: {missing}\nhint: {there}$"):
+        found(missing)
+
+
 def test_a_run_that_has_saved_nothing_yet_says_how_it_can(runs: Runs) -> None:
     folder = runs.unfinished()
     with pytest.raises(ConfigError, match=r"neither a result nor a checkpoint.*\nhint: .*save-now"):
@@ -149,7 +159,7 @@ def test_a_run_that_has_saved_nothing_yet_says_how_it_can(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("nowhere", r"no folder is called that, and on the hub: .*: nowhere\nhint: "),
+        ("nowhere", r"no such folder: nowhere; as a hub id: .*: nowhere\nhint: "),
         ("./nowhere", r"nothing is called like that"),
         ("a.gguf", r"no such file: a.gguf"),
         ("empty", r"no config.json in: .*empty\nhint: a model folder"),

@@ -22,6 +22,7 @@ from roundpipe.finetune.model.peft_quietly import (
     convert_peft_config_for_transformers,
     get_peft_model,
 )
+from roundpipe.finetune.settings.peft_fields import why_not_trained
 from roundpipe.models.estimate.method import ALL_LINEAR
 from roundpipe.models.routed import ROUTED, is_routed
 from roundpipe.models.text_only import other_parts
@@ -75,6 +76,9 @@ def add_adapter(
     ConfigError where peft refuses the settings.
     """
     lora = lora_config(config) if lora is None else copy.deepcopy(lora)
+    against = why_not_trained(vars(lora))
+    if against is not None:
+        raise ConfigError(f"peft: {against}")
     lora.task_type = lora.task_type or "CAUSAL_LM"  # by which AutoPeftModelForCausalLM opens it
     _require_named(lora, model)
     _leave_out_routed(lora, model)

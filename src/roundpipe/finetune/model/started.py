@@ -15,6 +15,7 @@ from roundpipe.errors import ConfigError
 from roundpipe.finetune.model.adapters import quiet_peft, set_base
 from roundpipe.finetune.model.hub import named
 from roundpipe.finetune.model.peft_quietly import LoraConfig, PeftModelForCausalLM
+from roundpipe.finetune.settings.peft_fields import why_not_loaded
 from roundpipe.models.loading.distrust import check_texts, read_json
 from roundpipe.models.loading.hub import open_adapter
 from roundpipe.models.loading.shards import read_header
@@ -144,6 +145,9 @@ def _settings(folder: Path, given: str, *, is_packed: bool) -> LoraConfig:
             f"adapter_name_or_path: its config names code of its own: {given}: {named}\n"
             f"hint: take {named} out of {_CONFIG}"
         )
+    against = why_not_loaded(fields)
+    if against is not None:
+        raise ConfigError(f"adapter_name_or_path: {given}: {against}")
     start = fields.get("init_lora_weights")
     if is_packed and (fields.get("use_dora") or str(start).lower().startswith(_READS_BASE)):
         what = "use_dora" if fields.get("use_dora") else f"init_lora_weights: {start}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -239,9 +240,14 @@ class Answerer:
         return rows
 
     def _padded(self, prompts: Sequence[list[int]], width: int) -> dict[str, Any]:
+        """Prompts [rows, width], padded with a token of their own.
+
+        It is masked, but what keeps a model from saying things again counts it as said.
+        """
         ids = torch.full((len(prompts), width), self._pad)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(prompts):
+            ids[row] = tokens[0] if tokens else self._pad
             ids[row, width - len(tokens) :] = torch.tensor(tokens)
             mask[row, width - len(tokens) :] = 1
         return {"input_ids": ids, "attention_mask": mask}
@@ -270,13 +276,19 @@ class Answerer:
         return row[: end + 1]
 
     def _together(self, tokens: Sequence[list[int]]) -> list[list[int]]:
-        """Which prompts go together, longest first: what has no room is known at once."""
+        """Which prompts go together, longest first: what has no room is known at once.
+
+        One whose answer the positions cut short would cut shorter prompts' answers too.
+        """
         order = sorted(range(len(tokens)), key=lambda i: -len(tokens[i]))
-        if len({len(each) for each in tokens}) == 1 or self._pads_right(tokens[order[-1]]):
-            groups: list[list[int]] = [order]
+        free = math.inf if self._most is None else self._most - self.max_new_tokens
+        cut = [i for i in order if len(tokens[i]) > free]
+        others = order[len(cut) :]
+        groups = _by_length(cut, tokens)
+        if len({len(tokens[i]) for i in others}) > 1 and self._pads_right(tokens[others[-1]]):
+            groups.append(others)
         else:
-            by_length = itertools.groupby(order, key=lambda i: len(tokens[i]))
-            groups = [list(group) for _, group in by_length]
+            groups += _by_length(others, tokens)
         size = self.batch_size
         return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
 
@@ -324,6 +336,12 @@ class _Shown(TextStreamer):
         if text:
             self._has_begun = True
             self._show(text)
+
+
+def _by_length(order: Sequence[int], tokens: Sequence[list[int]]) -> list[list[int]]:
+    """Those of one length together; they stand side by side in ``order``."""
+    by_length = itertools.groupby(order, key=lambda i: len(tokens[i]))
+    return [list(group) for _, group in by_length]
 
 
 def _stops_when(should_stop: Callable[[], bool]) -> Callable[..., Tensor]:

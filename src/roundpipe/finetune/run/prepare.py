@@ -372,18 +372,19 @@ def _ready(
 ) -> nn.Module:
     """What is trained of a model. Raises ConfigError where nothing can be."""
     base = loaded.base
+    _end_at(base.model, tokenizer.eos_token_id)
     if loaded.is_ready:
         return base.model  # type: ignore[no-any-return]
-    model = prepare_method(base, config, loaded.source, say=terminal.line, lora=lora)
-    if (config.special_tokens or {}).get("eos_token"):
-        _end_at(base.model, tokenizer.eos_token_id)
-    return model
+    return prepare_method(base, config, loaded.source, say=terminal.line, lora=lora)
 
 
-def _end_at(model: nn.Module, token: int) -> None:
-    """Let generation end at a token too: the result is saved with what says so."""
+def _end_at(model: nn.Module, token: int | None) -> None:
+    """Let generation end at the tokenizer's end token too: the result is saved with what says so.
+
+    Texts are trained with that token behind them.
+    """
     settings: Any = getattr(model, "generation_config", None)
-    if settings is None:
+    if settings is None or token is None:
         return
     ends = settings.eos_token_id
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -42,6 +42,7 @@ _TOGETHER = 0.1  # seconds; nobody presses Ctrl-C twice in less
 _PATIENCE = 2.0  # seconds the main thread gets to notice a signal before the first step
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 _END = 0  # no signal has this number
+_NOBODYS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stopped(KeyboardInterrupt):
@@ -170,7 +171,8 @@ def listening(leave: Leave | None = None) -> Iterator[Stop]:
     """Listen to signals while the block runs; handlers are then what they were before.
 
     ``leave`` is how a second signal ends the program, with an exit code; None: it raises
-    KeyboardInterrupt, as notebooks need it. Outside the main thread nothing is listened to.
+    KeyboardInterrupt, as notebooks need it, and handlers that a script has set stay. Outside the
+    main thread nothing is listened to.
     """
     stop = Stop(leave)
     if threading.current_thread() is not threading.main_thread():
@@ -180,6 +182,8 @@ def listening(leave: Leave | None = None) -> Iterator[Stop]:
         for number in _signals():
             before = signal.getsignal(number)
             if before is None or before == signal.SIG_IGN:
+                continue
+            if leave is None and before not in _NOBODYS:  # a script's own: it knows what to do
                 continue
             signal.signal(number, stop.handle)
             undo.callback(signal.signal, number, before)
@@ -191,6 +195,21 @@ def listening(leave: Leave | None = None) -> Iterator[Stop]:
             stop.check_raised()  # what half an import makes of it is no problem of its own
             raise
         stop.check_raised()
+
+
+@contextlib.contextmanager
+def ending_a_script() -> Iterator[None]:
+    """Have Ctrl-C be a KeyboardInterrupt, and any other signal that ended the block an exit.
+
+    The exit code is then the signal's, 143 for SIGTERM, as whoever sent it (Slurm, systemd) expects
+    it, and what a script has in ``finally`` or `atexit` is done.
+    """
+    try:
+        yield
+    except Stopped as end:
+        if end.signum == signal.SIGINT:
+            raise
+        raise SystemExit(end.exit_code) from end
 
 
 def _start_watching(stop: Stop, undo: contextlib.ExitStack) -> None:

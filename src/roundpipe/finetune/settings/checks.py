@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.finetune.settings.peft_fields import why_not_trained
+
 if TYPE_CHECKING:
     from roundpipe.finetune.settings.fields import TrainConfig
 
@@ -34,7 +36,9 @@ def contradictions(config: TrainConfig) -> list[str]:
 
 def _of_method(config: TrainConfig) -> tuple[Rule, ...]:
     method = config.finetuning_type
+    against = why_not_trained(config.peft or {})
     return (
+        (against is not None, f"peft: {against}"),
         (
             method == "qlora" and config.use_dora,
             "use_dora takes the size of the base weights apart, and qlora packs them"

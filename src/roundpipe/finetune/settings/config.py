@@ -197,7 +197,7 @@ def _paragraph(problem: ValidationError) -> str:
         near = difflib.get_close_matches(str(found["loc"][-1]), names, n=1)
         return f"unknown key: {place}\nhint: {', '.join(near or names)}"
     message = re.sub(r"^Input should be ", "", found["msg"])
-    message = message[:1].lower() + message[1:]
+    message = message[:1].lower() + message[1:].partition(", unable to parse")[0]
     return f"{place}: {_value(found['input'])} is not {message}\nhint: {_way_out(field, found)}"
 
 

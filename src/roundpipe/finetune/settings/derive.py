@@ -138,11 +138,11 @@ def _all_linear(key: str, value: Any, values: Values) -> dict[str, Any]:
 
 
 def _pissa(key: str, value: Any, values: Values) -> dict[str, Any] | str:
-    rounds = values.pop("pissa_iter", 16)
+    """The exact start, whatever ``pissa_iter`` says: an iterated one cannot be made again."""
+    values.pop("pissa_iter", None)
     if not value or key == "pissa_iter":
         return "not needed: the adapter starts as it always does"
-    start = "pissa" if rounds == -1 else f"pissa_niter_{rounds}"
-    return _into_peft(values, "init_lora_weights", start)
+    return _into_peft(values, "init_lora_weights", "pissa")
 
 
 def _peft(key: str, value: Any, values: Values) -> dict[str, Any] | str:

@@ -132,6 +132,8 @@ def read_file(path: str, environment: Mapping[str, str] | None = None) -> dict[s
     ``environment``: the process's, for variables that values name.
     """
     file = Path(path)
+    if is_data(path):
+        raise ConfigError(f"data, not a config: {path}\nhint: dataset={path}")
     try:
         content = file.read_bytes()
         data = _data_of(content, is_json=file.suffix == ".json")
@@ -241,6 +243,11 @@ def parse_argv(
         if more:
             values[key] = [values[key], *more]
     return file, values
+
+
+def is_data(name: str) -> bool:
+    """Whether ``name`` is that of a file of samples, and of nothing else."""
+    return Path(name).suffix in (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 def near_file(path: Path) -> str:

@@ -18,7 +18,7 @@ from roundpipe.finetune.settings.config import TrainConfig, make_config, read_la
 from roundpipe.finetune.trainer.adapter_values import adapter_values
 from roundpipe.finetune.trainer.made_arguments import arguments_for, default_arguments
 from roundpipe.finetune.trainer.sft_arguments import is_sft_config, preparation_of, theirs
-from roundpipe.finetune.trainer.told import IN_MEMORY, Given, Told
+from roundpipe.finetune.trainer.told import IN_MEMORY, About, Told
 from roundpipe.roundpipe import RoundPipe
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def read_arguments(  # noqa: PLR0913 - what stands beside args in a Trainer's ow
     devices where a batch is given per device. Raises ConfigError for what is not supported, by
     name.
     """
-    about = Given(
+    about = About(
         **_facts_of(model),
         peft_config=peft_config,
         quantization_config=quantization_config,
@@ -82,7 +82,7 @@ def _facts_of(model: Any) -> dict[str, Any]:
     }
 
 
-def _read_theirs(args: Any, about: Given, *, is_default: bool = False) -> Told:
+def _read_theirs(args: Any, about: About, *, is_default: bool = False) -> Told:
     values, notes = theirs(args, about, is_default=is_default)
     values |= _data_values(about, {})
     given = {key: value for key, value in values.items() if value is not None}
@@ -101,7 +101,7 @@ def _read_theirs(args: Any, about: Given, *, is_default: bool = False) -> Told:
     return Told(config, args, [*notes, *said], preparation, adds_router_loss=is_sft)
 
 
-def _read_ours(args: TrainConfig | dict[str, Any], about: Given) -> Told:
+def _read_ours(args: TrainConfig | dict[str, Any], about: About) -> Told:
     given = _as_keys(args)
     about, given = _with_objects(about, given)
     named = {"model", "model_name_or_path", "base_model"} & given.keys()
@@ -136,7 +136,7 @@ def _as_keys(args: TrainConfig | dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _with_objects(about: Given, given: dict[str, Any]) -> tuple[Given, dict[str, Any]]:
+def _with_objects(about: About, given: dict[str, Any]) -> tuple[About, dict[str, Any]]:
     """Objects out of the keys: what is a section of keys in a file may be an object here."""
     kept = dict(given)
     for key in ("peft_config", "quantization_config"):
@@ -155,7 +155,7 @@ def _without_method(given: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in _SAY_METHOD}
 
 
-def _data_values(about: Given, given: Mapping[str, Any]) -> dict[str, Any]:
+def _data_values(about: About, given: Mapping[str, Any]) -> dict[str, Any]:
     """``dataset`` and ``eval_dataset`` for a config: what names a file, else that it is none."""
     values = {}
     for key, value in (("dataset", about.train_dataset), ("eval_dataset", about.eval_dataset)):
@@ -171,7 +171,7 @@ def _data_values(about: Given, given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _config(values: Mapping[str, Any], about: Given) -> tuple[TrainConfig, list[str]]:
+def _config(values: Mapping[str, Any], about: About) -> tuple[TrainConfig, list[str]]:
     count = about.num_devices
     if count is None:
         return make_config(values, environment=about.environment)

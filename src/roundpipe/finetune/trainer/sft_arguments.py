@@ -17,7 +17,7 @@ from roundpipe.finetune.trainer.argument_fields import (
     TRANSLATED,
 )
 from roundpipe.finetune.trainer.model_init_kwargs import model_values
-from roundpipe.finetune.trainer.told import NO_LIMIT, Given, Preparation
+from roundpipe.finetune.trainer.told import NO_LIMIT, About, Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ _SAME = (
 )
 
 
-def theirs(args: Any, about: Given, *, is_default: bool) -> tuple[dict[str, Any], list[str]]:
+def theirs(args: Any, about: About, *, is_default: bool) -> tuple[dict[str, Any], list[str]]:
     """Values of our settings, data aside, and lines to be said. Raises ConfigError by name.
 
     ``is_default``: nobody gave arguments, and precision is the device's.
@@ -185,7 +185,7 @@ def _order(args: Any, shuffles: bool) -> str:
     return "random" if shuffles and order == "sequential" else order
 
 
-def _dtype(args: Any, loaded: str | None, about: Given, *, is_default: bool) -> str:
+def _dtype(args: Any, loaded: str | None, about: About, *, is_default: bool) -> str:
     """Mixed precision by name; else what the weights are in."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
@@ -195,7 +195,7 @@ def _dtype(args: Any, loaded: str | None, about: Given, *, is_default: bool) -> 
     return loaded or ("auto" if is_default else "fp32")
 
 
-def _method(about: Given, quantization: Any) -> dict[str, Any]:
+def _method(about: About, quantization: Any) -> dict[str, Any]:
     """What is trained: an adapter where one is given, else everything."""
     packs = is_packing(quantization)
     if about.is_loaded and packs:

@@ -154,7 +154,9 @@ def _texts(made: Any) -> list[str]:
 def _labels(row: Mapping[str, Any], how: Preparation) -> list[Any]:
     """Tokens that no mask leaves out; one of completions counts where those alone are trained."""
     is_pair = not how.is_theirs or ("prompt" in row and "completion" in row)
-    names = _MASKS if how.completion_only or (how.completion_only is None and is_pair) else _MASKS[:1]
+    names = (
+        _MASKS if how.completion_only or (how.completion_only is None and is_pair) else _MASKS[:1]
+    )
     masks = [row[name] for name in names if row.get(name) is not None]
     ids = row["input_ids"]
     return [token if all(bits) else IGNORED for token, *bits in zip(ids, *masks, strict=True)]

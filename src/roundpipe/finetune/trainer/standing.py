@@ -26,9 +26,9 @@ _NAME = "RoundPipeTrainer"  # among the states of callbacks
 class Standing:
     """``losses``: of the steps since the last record; ``logged_loss``: the sum of those before.
 
-    ``learning_rate``: of the last step.
-    ``first`` and ``last_logged`` are steps. ``owes``: flags of ``TrainerControl`` that are to be
-    done, ``step_end`` and ``epoch_end`` that are to be told, ``metrics`` that are to be taken.
+    ``first``: the step after which losses are known; ``last_logged``: that of the last record;
+    ``learning_rate``: of the last step. ``owes``: flags of ``TrainerControl`` that are to be done,
+    ``step_end`` and ``epoch_end`` that are to be told, ``metrics`` that are to be taken.
     """
 
     first: int = 0
@@ -51,12 +51,8 @@ class Standing:
     @property
     def mean_loss(self) -> float:
         """Of all steps so far."""
-        return self.whole_loss / max(self.counted - self.first, 0.001)
-
-    @property
-    def whole_loss(self) -> float:
-        """The sum of the losses of all steps so far."""
-        return self.logged_loss + sum(self.losses)
+        total = self.logged_loss + sum(self.losses)
+        return total / max(self.counted - self.first, 0.001)  # as transformers has it for none
 
     def take(self) -> float:
         """The mean since the last record, which is made now."""

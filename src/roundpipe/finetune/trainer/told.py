@@ -58,7 +58,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Given:
+class About:
     """What a Trainer is given beside its arguments, as far as a config hangs on it.
 
     ``dtype``: of the weights of a model that is loaded (``is_loaded``); ``is_adapter``: it is under

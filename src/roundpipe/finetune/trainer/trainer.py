@@ -24,7 +24,7 @@ from roundpipe.finetune.output.earlier import LOG_FILE
 from roundpipe.finetune.output.run_folder import claim
 from roundpipe.finetune.output.sample import answer
 from roundpipe.finetune.run.result import show_usage
-from roundpipe.finetune.run.signals import listening
+from roundpipe.finetune.run.signals import ending_a_script, listening
 from roundpipe.finetune.run.steps import (
     Around,
     kept_when_ended_early,
@@ -178,8 +178,9 @@ class RoundPipeTrainer(Familiar):
         run in ``output_dir`` are replaced. Blocks until it ends. Returns the steps made, their mean
         loss and ``metrics``; model files are written by `save_model`.
 
-        Raises KeyboardInterrupt after Ctrl-C, and what made a step fail, when a checkpoint was
-        saved; the trainer may be used further.
+        Raises KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM where the script has no
+        handler of its own, and what made a step fail, when a checkpoint was saved; the trainer may
+        be used further.
         """
         self._ready()
         if trial is not None:
@@ -187,6 +188,7 @@ class RoundPipeTrainer(Familiar):
         self._ignored_keys = ignore_keys_for_eval
         job, resume = self._made.job, place_to_resume(resume_from_checkpoint, self.config)
         with contextlib.ExitStack() as parts:
+            parts.enter_context(ending_a_script())
             stop = parts.enter_context(listening())
             held = claim(self.config, self._terminal.counting, judged=judge_for(resume))
             folder = parts.enter_context(held)
@@ -333,7 +335,8 @@ class RoundPipeTrainer(Familiar):
 
     def close(self) -> None:
         """Free devices and threads; a model that was given stays usable. Idempotent."""
-        self._closer()
+        if found := self._closer.detach():  # called, it would do nothing once Python is ending
+            found[1]()
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from roundpipe.finetune.settings import keys
 from roundpipe.finetune.use.options import flag, is_beside_base, take_texts, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from roundpipe.finetune.use.questions import AnswerPattern
     from roundpipe.finetune.use.request import Request
@@ -125,18 +124,6 @@ def eval_wish(request: Request, words: EvalWords) -> EvalWish:
     )
 
 
-@contextlib.contextmanager
-def writing_answers(path: Path) -> Iterator[None]:
-    """Say in the option's words where its file cannot be written."""
-    try:
-        yield
-    except OSError as problem:
-        why = (problem.strerror or str(problem)).lower()
-        raise ConfigError(
-            f"output: cannot be written: {path}: {why}\nhint: output=answers.jsonl"
-        ) from problem
-
-
 def _file(given: Any) -> Path | None:
     if given is None:
         return None
@@ -145,7 +132,12 @@ def _file(given: Any) -> Path | None:
     path = Path(str(given)).expanduser()
     if path.is_dir():
         raise ConfigError(f"output: a folder: {given}\nhint: output={given}/answers.jsonl")
-    with writing_answers(path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+    except OSError as problem:
+        why = (problem.strerror or str(problem)).lower()
+        raise ConfigError(
+            f"output: cannot be written: {path}: {why}\nhint: output=answers.jsonl"
+        ) from problem
     return path

@@ -177,7 +177,7 @@ def evaluate_subject(
     return Scores(subject.name, loss, answers)
 
 
-def base_of(subject: Subject, terminal: Terminal, *, environment: Mapping[str, str]) -> Subject:
+def base_of(subject: Subject, terminal: Terminal) -> Subject:
     """What a result was trained from. Raises ConfigError for a model that nobody says that of."""
     if subject.adapter is not None:
         return replace(
@@ -188,7 +188,7 @@ def base_of(subject: Subject, terminal: Terminal, *, environment: Mapping[str, s
             f"compare=base: no adapter, and no run of roundpipe train: {subject.given}\n"
             "hint: leave compare out, or evaluate the other model with the same data"
         )
-    return find_subject(subject.config.model_name_or_path, terminal, environment=environment)
+    return find_subject(subject.config.model_name_or_path, terminal)
 
 
 def questions_in(

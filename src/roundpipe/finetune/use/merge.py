@@ -29,7 +29,11 @@ from roundpipe.finetune.output.model_card import CARD_FILE, Card, write_card
 from roundpipe.finetune.output.result_files import base_of, save_result, tokenizer_bytes
 from roundpipe.finetune.output.usage import QUESTION, Result, short_lines
 from roundpipe.finetune.use.comparing import Difference, logits_of, sample_ids
-from roundpipe.finetune.use.merge_checks import require_same_weights
+from roundpipe.finetune.use.merge_checks import (
+    REPORT,
+    require_same_weights,
+    require_stock_keys,
+)
 from roundpipe.finetune.use.merge_wish import MERGE_FILE, MERGE_FORMAT, require_free
 from roundpipe.finetune.use.merged_weights import (
     MergedWeights,
@@ -46,7 +50,7 @@ from roundpipe.finetune.use.opened import (
 )
 from roundpipe.finetune.use.precision import SHARE_OF_MEMORY, live_dtype, stored_dtype
 from roundpipe.finetune.use.subject import Subject
-from roundpipe.models.loading.own_class import class_for, name_to_load
+from roundpipe.models.loading.own_class import name_to_load
 from roundpipe.models.saving import save
 from roundpipe.plan.amounts import write_bytes
 
@@ -139,7 +143,7 @@ class _Merging:
             samples, asked = weights.samples, weights.num_asked
             del loaded, weights
             gc.collect()
-            self._require_stock_keys(place)
+            require_stock_keys(place)
             difference = self._compared(place, ids, live, samples, size, dtype)
             merged = Merged(self.wish.folder, dtype, size, parted, difference)
             self._write_about(place, merged, target, base_folder)
@@ -222,24 +226,6 @@ class _Merging:
             else:
                 save_result(place, target, weights, self.tokenizer, base_folder=folder)
 
-    def _require_stock_keys(self, place: Path) -> None:
-        """Raise unless stock transformers finds every weight it looks for, and no other."""
-        try:
-            found = _stock_keys(place)
-        except (OSError, ValueError, RuntimeError) as error:
-            told = str(error).strip().partition("\n")[0]
-            raise RoundPipeError(
-                f"what was written is not a model that stock transformers opens: {told}\n"
-                "hint: use the adapter with peft as it is, and please report this"
-            ) from error
-        wrong = [key for keys in found.values() for key in keys]
-        if wrong:
-            some = ", ".join(map(str, wrong[:3]))
-            raise RoundPipeError(
-                f"what was written is not the model: {len(wrong)} weights are missing or too many: "
-                f"{some}\nhint: use the adapter with peft as it is, and please report this"
-            )
-
     def _compared(
         self,
         place: Path,
@@ -270,8 +256,7 @@ class _Merging:
         most = max(_ANOTHER[name] for name in names)
         if not difference.share <= most and not self.wish.is_original:
             raise RoundPipeError(
-                f"what was written is another model: {difference.line()}\n"
-                "hint: use the adapter with peft as it is, and please report this"
+                f"what was written is another model: {difference.line()}\n{REPORT}"
             )
         return difference
 
@@ -339,18 +324,6 @@ def _tokenizer(subject: Subject, settings: TrainConfig, terminal: Terminal) -> A
             raise
     terminal.line(f"no tokenizer goes with it: neither {subject.given} nor its base has one")
     return None
-
-
-def _stock_keys(place: Path) -> dict[str, Any]:
-    """What stock transformers found missing, unexpected or of another shape, by kind."""
-    with quiet_transformers():
-        from transformers import AutoConfig  # noqa: PLC0415 (imports late)
-
-        kind = class_for(AutoConfig.from_pretrained(place, trust_remote_code=False))
-        _, found = kind.from_pretrained(
-            place, device_map="meta", output_loading_info=True, use_safetensors=True
-        )
-    return dict(found)
 
 
 def _rows(model: Any) -> int:

@@ -2,7 +2,8 @@
 
 Rounding to 16 bits moves logits by some hundredths of their spread, and a layer whose adapter was
 added wrongly, or not at all, may move them by less. So each layer is asked by itself, in fp32 and
-before anything is rounded; and each weight that was opened again is compared with what was made.
+before anything is rounded; each weight that was opened again is compared with what was made; and
+stock transformers must find every weight by its name.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.errors import RoundPipeError
+from roundpipe.finetune.model.from_transformers import quiet_transformers
+from roundpipe.models.loading.own_class import class_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _ROWS = 4
 _TOKENS = 512
 _SAMPLES = 1024  # elements of a weight
 # Of the root of the mean squared output: sums in another order, in fp32, over some ten thousand.
 _ANOTHER = 1e-4
-_REPORT = "hint: use the adapter with peft as it is, and please report this"
+REPORT = "hint: use the adapter with peft as it is, and please report this"
 
 
 def question_for(module: nn.Module) -> Tensor | None:
@@ -66,7 +70,7 @@ def require_same_layer(name: str, before: Tensor, after: Tensor) -> None:
     if not gap <= _ANOTHER * size:
         raise RoundPipeError(
             f"a merged layer is another than with its adapter: {name}: its output differs by "
-            f"{float(gap):.2g}, and is {float(size):.2g} large\n{_REPORT}"
+            f"{float(gap):.2g}, and is {float(size):.2g} large\n{REPORT}"
         )
 
 
@@ -85,5 +89,38 @@ def require_same_weights(made: Mapping[str, Tensor], opened: Mapping[str, Any]) 
         found = sample_of(opened[name])
         if not torch.equal(found, sample.to(found.dtype)):
             raise RoundPipeError(
-                f"a weight that was written is opened as another: {name}\n{_REPORT}"
+                f"a weight that was written is opened as another: {name}\n{REPORT}"
             )
+
+
+def require_stock_keys(folder: Path) -> None:
+    """Raise RoundPipeError unless stock transformers finds every weight it looks for, and no other.
+
+    ``folder``: of a whole model.
+    """
+    try:
+        found = _stock_keys(folder)
+    except (OSError, ValueError, RuntimeError) as error:
+        told = str(error).strip().partition("\n")[0]
+        raise RoundPipeError(
+            f"what was written is not a model that stock transformers opens: {told}\n{REPORT}"
+        ) from error
+    wrong = [key for keys in found.values() for key in keys]
+    if wrong:
+        some = ", ".join(map(str, wrong[:3]))
+        raise RoundPipeError(
+            f"what was written is not the model: {len(wrong)} weights are missing or too many: "
+            f"{some}\n{REPORT}"
+        )
+
+
+def _stock_keys(folder: Path) -> dict[str, Any]:
+    """What stock transformers found missing, unexpected or of another shape, by kind."""
+    with quiet_transformers():
+        from transformers import AutoConfig  # noqa: PLC0415 (imports late)
+
+        kind = class_for(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        _, found = kind.from_pretrained(
+            folder, device_map="meta", output_loading_info=True, use_safetensors=True
+        )
+    return dict(found)

@@ -10,6 +10,7 @@ this imports torch.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,14 +58,17 @@ def read_request(
     arguments: Sequence[str],
     *,
     options: Collection[str] = (),
+    taken: Collection[str] = (),
     environment: Mapping[str, str],
     usage: str = "roundpipe COMMAND RUN [key=value …]",
 ) -> Request:
-    """Read a command line; ``options`` are the names of the command's own.
+    """Read a command line; ``options`` are the names of the command's own, ``taken`` such as were
+    taken out of it before.
 
     Raises ConfigError for what cannot be read, and where nothing is named.
     """
     word, values = _words(arguments, options, usage)
+    _refuse_slips(values, [*options, *taken])
     values = unfolded(values)
     file: dict[str, Any] = {}
     if word is not None and _is_config(word):
@@ -127,6 +131,13 @@ def _words(
             raise
         told = str(error).partition("\n")[0].removeprefix("two config files: ")
         raise ConfigError(f"two of RUN: {told}\nhint: {usage}") from None
+
+
+def _refuse_slips(values: Mapping[str, Any], options: Sequence[str]) -> None:
+    """Name the option that an unknown key nearly is; of keys `read_layers` says it."""
+    for key in values.keys() - KNOWN - set(options):
+        for near in difflib.get_close_matches(key, options, n=1, cutoff=0.75):
+            raise ConfigError(f"unknown key: {key}\nhint: {near}")
 
 
 def _is_config(word: str) -> bool:

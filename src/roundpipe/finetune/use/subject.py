@@ -26,7 +26,7 @@ from roundpipe.finetune.model.hub import fetch
 from roundpipe.finetune.model.source import ModelSource, locate_model
 from roundpipe.finetune.output.earlier import CONFIG_FILE, STATE_FILE
 from roundpipe.finetune.settings.config import make_config
-from roundpipe.finetune.settings.parse import read_file
+from roundpipe.finetune.settings.parse import near_file, read_file
 from roundpipe.finetune.use.request import run_folder
 from roundpipe.models.loading.distrust import read_json
 
@@ -72,13 +72,7 @@ class Subject:
         return self.given.rstrip("/")
 
 
-def find_subject(
-    given: str,
-    terminal: Terminal,
-    *,
-    environment: Mapping[str, str],
-    base: str | None = None,
-) -> Subject:
+def find_subject(given: str, terminal: Terminal, *, base: str | None = None) -> Subject:
     """Say what ``given`` (RUN) names; ``base`` is the base model, whatever an adapter says.
 
     Fetches the small files of what lies on the hub, and an adapter of it whole; reads a checkpoint.
@@ -87,6 +81,9 @@ def find_subject(
     folder = Path(given).expanduser()
     if folder.is_dir():
         return _in_folder(given, folder, terminal, base)
+    is_in_a_run = folder.parent != Path() and run_folder(folder.parent) is not None
+    if is_in_a_run and not folder.exists():  # no id of the hub
+        raise ConfigError(f"no such folder: {given}\nhint: {near_file(folder)}")
     if _HUB_ID.fullmatch(given) and not given.startswith("."):
         return _on_hub(given, terminal, base)
     with of_run(given):
@@ -97,7 +94,7 @@ def find_subject(
     except ConfigError as error:
         if not source.is_hub:
             raise
-        raise ConfigError(f"no folder is called that, and on the hub: {error}") from error
+        raise ConfigError(f"no such folder: {given}; as a hub id: {error}") from error
 
 
 def _in_folder(given: str, folder: Path, terminal: Terminal, base: str | None) -> Subject:
