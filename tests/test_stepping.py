@@ -64,6 +64,11 @@ def test_eager_steps_end_in_the_bits_of_whole_ones(devices):
     assert same(*found)
 
 
+def test_a_word_for_the_loss_that_means_nothing_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"unknown loss reduction: avg\nhint: sum, mean"):
+        roundpipe.RoundPipe(model(), devices="cpu", loss_reduction="avg")
+
+
 def test_what_an_eager_step_cannot_do_is_refused():
     with pytest.raises(ConfigError, match="commit must be"):
         roundpipe.RoundPipe(model(), devices="cpu", commit="now")

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,8 +51,8 @@ try:
     main()
 except SystemExit as done:
     assert not done.code, done.code
-assert "torch" not in sys.modules
-assert "transformers" not in sys.modules
+slow = {"torch", "numpy", "transformers", "peft", "datasets", "huggingface_hub", "matplotlib"}
+assert not slow & sys.modules.keys(), slow & sys.modules.keys()
 """
 
 
@@ -90,13 +89,10 @@ def test_plan_and_sim_run_without_torch_and_threading(room: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_help_answers_without_torch() -> None:
-    start = time.perf_counter()
+def test_help_answers_without_what_is_slow_to_import() -> None:
     done = run_python(HELP)
-    seconds = time.perf_counter() - start
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
-    assert seconds < 3.0  # ten times what it may take
 
 
 def test_a_file_has_at_most_400_lines_and_a_function_60() -> None:

@@ -24,6 +24,7 @@ from roundpipe.engine.updates import StepResult
 from roundpipe.engine.worker import is_worker
 from roundpipe.errors import ConfigError, ModelError, RoundPipeError
 from roundpipe.models.choose import spec_for
+from roundpipe.models.loss import check_reduction
 from roundpipe.models.text_only import TextOnly
 from roundpipe.planner import Planner
 from roundpipe.stepping import Stepping
@@ -97,7 +98,7 @@ class RoundPipe(Checkpointing):
         seed: int | None = None,
         stall_seconds: float = 600.0,
     ) -> None:
-        _require(model, pool, pin_model=pin_model, commit=commit)
+        _require(model, pool, loss_reduction, pin_model=pin_model, commit=commit)
         super().__init__(model)
         self.name = name or type(model).__name__
         self._config = model_run_config
@@ -301,7 +302,7 @@ class RoundPipe(Checkpointing):
         return self._chain.timeline()
 
 
-def _require(model: nn.Module, pool: DevicePool | None, **words: str) -> None:
+def _require(model: nn.Module, pool: DevicePool | None, loss: str | None, **words: str) -> None:
     """Raise for what cannot be wrapped, and for words that mean nothing."""
     if isinstance(model, RoundPipe):
         raise ModelError("the model is wrapped already\nhint: use it as it is")
@@ -314,6 +315,8 @@ def _require(model: nn.Module, pool: DevicePool | None, **words: str) -> None:
     for name, word in words.items():
         if word not in known[name]:
             raise ConfigError(f"{name} must be {' or '.join(map(repr, known[name]))}: {word!r}")
+    if loss is not None:
+        check_reduction(loss)
 
 
 def _close(engine: Engine, pool: DevicePool | None) -> None:

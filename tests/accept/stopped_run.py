@@ -1,7 +1,7 @@
-"""``roundpipe train`` in a process that sends itself a signal in the middle of something.
+"""``roundpipe`` in a process that sends itself a signal in the middle of something.
 
-python stopped_run.py PHASE SIGNAL train …   PHASE: see `PHASES`; SIGNAL: a name, or several
-joined by commas.
+python stopped_run.py PHASE SIGNAL train …   PHASE: see `PHASES` and `IMPORTS`;
+SIGNAL: a name, or several joined by commas.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PHASES = {  # where it is called: module, then what of it
     "save": ("roundpipe.checkpoint.write", "write_layers"),
     "result": ("roundpipe.finetune.run.steps", "save_run"),
 }
+IMPORTS = {"import": "torch.nn", "lost": "numpy.linalg"}  # torch's C code clears what that raises
 SIGNALS = sys.argv[2].split(",") if len(sys.argv) > 2 else []
 _CALLS = {"step": 3}  # the how manieth call gets the signal; else the first
 
@@ -34,14 +35,14 @@ def send() -> None:
         time.sleep(0.3)  # of two, more than what a launcher passes on
 
 
-class AtTorch(MetaPathFinder):
-    """Send the signal when torch is being imported."""
+class AtImport(MetaPathFinder):
+    """Send the signal when a module is being imported."""
 
-    def __init__(self) -> None:
-        self.is_sent = False
+    def __init__(self, module: str) -> None:
+        self.module, self.is_sent = module, False
 
     def find_spec(self, name: str, *_: Any) -> None:
-        if name == "torch.nn" and not self.is_sent:
+        if name == self.module and not self.is_sent:
             self.is_sent = True
             send()
 
@@ -65,8 +66,8 @@ def patch(module: str, what: str, calls: int) -> None:
 
 if __name__ == "__main__":
     phase = sys.argv[1]
-    if phase == "import":
-        sys.meta_path.insert(0, AtTorch())
+    if phase in IMPORTS:
+        sys.meta_path.insert(0, AtImport(IMPORTS[phase]))
     else:
         patch(*PHASES[phase], _CALLS.get(phase, 1))
     from roundpipe.cli import main

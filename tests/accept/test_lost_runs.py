@@ -114,6 +114,24 @@ def test_before_the_first_step_it_leaves_at_once(
 
 
 @pytest.mark.parametrize(
+    "words", [["plan", "model=base"], ["init", "base", "data.jsonl"], ["chat", "base", "prompt=so"]]
+)
+def test_ctrl_c_is_not_lost_in_an_import(
+    place: Path, environment: dict[str, str], words: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), "lost", "INT", *words, "devices=cpu"],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+
+
+@pytest.mark.parametrize(
     ("phase", "name", "at"), [("step", "INT", 3), ("evaluation", "HUP", 4), ("save", "TERM", 2)]
 )
 def test_while_steps_run_it_saves_and_the_same_command_goes_on(

@@ -149,6 +149,7 @@ def test_samples_whose_own_answer_the_pattern_does_not_find_are_said(capsys: Any
         (["out", ASKS, "train_on_prompt=true"], "told from questions: train_on_prompt=true"),
         (["out", "answer_patern=(4)"], "unknown key: answer_patern"),
         (["out", ASKS, "output=data.jsonl/a"], "output: cannot be written: data.jsonl/a: "),
+        (["out", ASKS, "temperature=0.7"], "greedy where they are counted: temperature"),
         (["out", ASKS, "output=model"], "output: a folder: model"),
         (["model"], "no data to score on"),
         (["model", "dataset=data.jsonl", "compare=base"], "compare=base: no adapter"),

@@ -219,6 +219,16 @@ def test_a_prompt_that_ends_the_positions_cuts_no_answer_but_its_own(tiny: Modul
     assert [[text] for text in found] == expected
 
 
+def test_padding_is_not_among_the_tokens_that_a_layer_picks(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    model.config.index_topk = 8
+    tokenizer = tiny.tiny_tokenizer(template=None)
+    with RoundPipe(model, devices="cpu") as pipe:
+        answerer = Answerer(pipe, tokenizer, max_new_tokens=2)
+        assert answerer._together([[5] * 6, [5] * 3, [5] * 3]) == [[0, 1, 2]]
+        assert answerer._together([[5] * 7, [5] * 3, [5] * 3]) == [[0], [1, 2]]
+
+
 def test_padding_does_not_count_as_said_before(tiny: ModuleType) -> None:
     tokenizer = tiny.tiny_tokenizer(template=None)
     tokenizer.pad_token = None  # so that it would be padded with what ends an answer

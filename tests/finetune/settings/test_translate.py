@@ -60,6 +60,17 @@ def test_all_that_is_refused_is_told_at_once() -> None:
     read(hub, *(word.strip(",:;") for word in hint.split() if "=none" in word))
 
 
+def test_a_token_of_the_hub_is_shown_nowhere() -> None:
+    reading = read({"token": "hf_x1", "hf_hub_token": "hf_x2", "eos_token": "<|im_end|>"})
+    shown = f"{reading.keys} {reading.notes}"
+    assert "hf_x" not in shown
+    assert "<|im_end|>" in shown
+    for key in keys.REFUSED.keys() & {"hub_token", "push_to_hub_token"}:
+        with pytest.raises(ConfigError, match=f"not supported: {key}: …") as found:
+            read({key: "hf_x"})
+        assert "hf_x" not in str(found.value)
+
+
 def test_experts_of_axolotls_qlora_are_packed_as_it_asks() -> None:
     asked = {"adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
     assert read(asked).config.finetuning_type == "qlora"

@@ -21,7 +21,7 @@ from roundpipe.finetune.output.run_folder import config_text
 from roundpipe.finetune.output.terminal import Terminal
 from roundpipe.finetune.settings.config import make_config
 from roundpipe.finetune.use.opened import load_subject, open_subject, open_tokenizer
-from roundpipe.finetune.use.subject import Subject, find_subject
+from roundpipe.finetune.use.subject import Subject, find_subject, of_run
 from roundpipe.models.loading.hub import Hub
 from roundpipe.optim import SGD
 
@@ -280,3 +280,11 @@ def test_ids_of_the_hub_name_models_and_adapters(server: FakeHub) -> None:
     assert loaded.model.peft_config["default"].base_model_name_or_path == "own/tiny"
     with pytest.raises(ConfigError, match=r"own/nothing"):
         found("own/nothing")
+
+
+def test_a_checkpoint_that_went_meanwhile_is_told_as_that(tmp_path: Path) -> None:
+    gone = tmp_path / "checkpoint-5"
+    problem = ConfigError("HF_HUB_OFFLINE is set, and its cache does not have all of it: out")
+    with pytest.raises(ConfigError, match="gone meanwhile: ") as caught, of_run("out", folder=gone):
+        raise problem
+    assert f"{gone}; a run under way drops its older checkpoints" in str(caught.value)

@@ -285,12 +285,26 @@ class Answerer:
         cut = [i for i in order if len(tokens[i]) > free]
         others = order[len(cut) :]
         groups = _by_length(cut, tokens)
-        if len({len(tokens[i]) for i in others}) > 1 and self._pads_right(tokens[others[-1]]):
+        if self._padded_together([tokens[i] for i in others]):
             groups.append(others)
         else:
             groups += _by_length(others, tokens)
         size = self.batch_size
         return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
+
+    def _padded_together(self, prompts: Sequence[list[int]]) -> bool:
+        """Whether ``prompts``, longest first, go together though some have to be padded.
+
+        A layer that picks the tokens it looks at (``index_topk`` of DeepSeek V3.2 and GLM 5) picks
+        padding too, once there are more than it may pick.
+        """
+        if not prompts or len(prompts[0]) == len(prompts[-1]):
+            return False
+        config: Any = self.pipe.model.config
+        picked = getattr(config.get_text_config(), "index_topk", None)
+        if isinstance(picked, int) and len(prompts[0]) + self.max_new_tokens > picked:
+            return False
+        return self._pads_right(prompts[-1])
 
     def _pads_right(self, prompt: list[int]) -> bool:
         """Whether padding before a prompt changes nothing; tried once with a model of states."""

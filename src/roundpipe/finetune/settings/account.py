@@ -6,6 +6,7 @@ told apart by its name: where file and command line both give it, the command li
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 MOST_TEXT = 60  # characters of a value in a table
 _MOST_GIVEN = 48  # characters of a table's first column
 NOTHING = "asks for nothing"
+# hf_token and its like, not eos_token.
+_SECRET = re.compile(r"(?:^|hf_|hub_|wandb_|auth_)token$|api_key$|secret$")
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Account:
             if text is None:
                 said = [each for each in fields if values[each] is not None] or fields
                 text = ", ".join(f"{each}: {short_text(values[each])}" for each in said)
-            given = short_text(key.value)
+            given = "…" if is_secret(name) else short_text(key.value)
             is_same = key.aside is None and text == f"{name}: {given}"
             rows.append(Became(name, given, text or NOTHING, is_same))
         return rows
@@ -122,6 +125,11 @@ def account_lines(keys: Sequence[Became]) -> list[str]:
         if some:
             lines.append(f"  {head}: {', '.join(some)}")
     return lines
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key of another trainer holds what no terminal and no log should show."""
+    return _SECRET.search(key) is not None
 
 
 def short_text(value: Any) -> str:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.errors import ConfigError
 from roundpipe.finetune.settings import keys
-from roundpipe.finetune.settings.account import NOTHING, Account, is_empty, short_text, text_of
+from roundpipe.finetune.settings.account import (
+    NOTHING,
+    Account,
+    is_empty,
+    is_secret,
+    short_text,
+    text_of,
+)
 from roundpipe.finetune.settings.batch import BATCH, derive_batch
 from roundpipe.finetune.settings.derive import ANSWERS_ONLY, derive
 from roundpipe.finetune.settings.entries import build_datasets
@@ -209,7 +216,9 @@ def _refuse(values: dict[str, Any], account: Account) -> None:
             account.leaves(key, NOTHING)
     if refused:
         given = ", ".join(
-            f"{key}: {short_text(value)}" for each in refused.values() for key, value in each
+            f"{key}: {'…' if is_secret(key) else short_text(value)}"
+            for each in refused.values()
+            for key, value in each
         )
         ways_out = [
             _without([account.name_of(key) for key, _ in each], sentence)

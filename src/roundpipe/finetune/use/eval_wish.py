@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 OPTIONS = ("max_samples", "split", "max_new_tokens", "output", "compare", "json")
 _PATTERN = "answer_pattern"
 _EXAMPLE = "'#### ([-0-9.,]+)'"
+_DRAWS = ("temperature", "top_p", "top_k", "do_sample", "num_beams", "repetition_penalty")
 _KEY = re.compile(r"(--)?([A-Za-z_][\w-]*)(=.*)?", re.DOTALL)
 
 
@@ -107,6 +108,12 @@ def eval_wish(request: Request, words: EvalWords) -> EvalWish:
                     f"{name} is of answers, and none are asked for\n"
                     f"hint: answer_pattern={_EXAMPLE} beside it"
                 )
+    drawn = next((name for name in _DRAWS if name in words.names), None)
+    if pattern is not None and drawn is not None:
+        raise ConfigError(
+            f"answers are greedy where they are counted: {drawn}\n"
+            "hint: leave it out; `roundpipe chat` draws"
+        )
     split = options.get("split")
     return EvalWish(
         Choice(

@@ -309,7 +309,7 @@ class _Merging:
             of = "before" if self.subject.adapter is None else "the model with its adapter"
             say(f"against {of}: {merged.difference.line()}")
         size = write_bytes(merged.num_bytes)
-        say(f"the model is in {self.wish.shown} ({count} weights, {size})")
+        say(f"the model is in {self.wish.shown} ({count} weights, {size}; its README.md has more):")
         say()
         for line in short_lines(self._result(merged, target)):
             say(line)

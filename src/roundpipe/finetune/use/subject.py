@@ -313,4 +313,7 @@ def of_run(given: str, *, folder: Path | None = None) -> Iterator[None]:
         if told.startswith("no such folder"):
             told = f"nothing is called like that: {given}"
             way_out = "a run's folder, a model or adapter folder, a hub id such as owner/name"
+        if folder is not None and not folder.exists():
+            told = f"gone meanwhile: {folder}; a run under way drops its older checkpoints"
+            way_out = "the same command again takes the newest"
         raise type(error)(f"{told}\nhint: {way_out}") from error
