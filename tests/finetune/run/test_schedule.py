@@ -107,6 +107,7 @@ def test_the_numbers_are_those_of_transformers(name: str, warmup: int) -> None:
         ("cosine_with_min_lr", {"min_lr_ratio": 0.1}, {"min_lr_rate": 0.1}),
         ("cosine_with_min_lr", {}, {"min_lr": 0.1, "num_cycles": 0.7}),
         ("warmup_stable_decay", {}, {"num_decay_steps": 4}),
+        ("warmup_stable_decay", {}, {"num_decay_steps": 9}),  # more than the warm-up leaves
         ("warmup_stable_decay", {"min_lr_ratio": 0.2}, {"num_decay_steps": 4, "min_lr_ratio": 0.2}),
         ("warmup_stable_decay", {}, {"num_decay_steps": 3, "num_stable_steps": 2}),
         ("warmup_stable_decay", {}, {"num_decay_steps": 5, "decay_type": "linear"}),

@@ -120,7 +120,7 @@ def _warmup_stable_decay(
     decay = math.ceil(asked * total_steps) if asked < 1 else int(asked)
     stable = shape.num_stable_steps
     if stable is None:
-        stable = max(0, total_steps - warmup - decay)
+        stable = total_steps - warmup - decay  # below 0: the decay has begun when it is warm
     up, down = _CURVES[shape.warmup_type], _CURVES[shape.decay_type]
     cycles = 2.0 * shape.num_cycles if shape.decay_type == "cosine" else 1.0
 
